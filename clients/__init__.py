@@ -1,0 +1,1 @@
+"""The client half of every method: local optimizers, the training loop, the NumPyClient and the diagnostics."""

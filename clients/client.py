@@ -1,0 +1,144 @@
+"""The client: a Flower NumPyClient that trains and evaluates one partition's data."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from flwr.client import NumPyClient
+from torch import Tensor, nn
+
+from clients.device import prepare_device
+from clients.diagnostics import positive_score_ratio, top_score_mass
+from clients.methods import CLIENT_METHODS, Received
+from clients.optimizers import ActAdamW
+from clients.settings import LocalSettings
+from clients.training import batches, num_examples, train
+from strategies import wire
+from strategies.wire import Vectors
+from tasks.task import Examples, Task
+
+Named = Mapping[str, Vectors]  # named arrays by record name
+
+
+class FedClient(NumPyClient):
+    """One partition's client.
+
+    ``fit`` and ``evaluate`` are Flower's, but take and give arrays by record and name where Flower has a bare
+    list: a method exchanges more than the model, and an order of layers is a poor contract between versions.
+
+    Parameters
+    ----------
+    task : Task
+    model : nn.Module
+        A scratch model, overwritten by what each call receives. Clients of one process share it.
+    examples, held_out : Examples
+        The partition's training examples and those kept for ``evaluate``, on the device.
+    settings : LocalSettings
+    """
+
+    def __init__(
+        self, task: Task, model: nn.Module, examples: Examples, held_out: Examples, settings: LocalSettings
+    ) -> None:
+        self.task = task
+        self.device = prepare_device(settings.device, settings.threads)
+        self.model = model.to(self.device)
+        self.examples = examples
+        self.held_out = held_out
+        self.settings = settings
+
+    def fit(  # type: ignore[override]
+        self, parameters: Named, config: Mapping[str, Any]
+    ) -> tuple[Named, int, dict[str, float]]:
+        """Train from ``parameters``; config holds partition, seed, lr and steps_done (see `strategies.wire`).
+
+        Returns the delta and what the method returns beside it, the number of training examples, and metrics.
+        """
+        started = time.perf_counter()
+        settings, method = self.settings, CLIENT_METHODS[self.settings.method]
+        torch.manual_seed(config[wire.SEED])  # for models that draw while training, e.g. dropout
+        load_state(self.model, parameters[wire.MODEL])
+        trainable = dict(trainable_parameters(self.model))
+        optimizer = method.make_optimizer(
+            list(trainable.values()), self._received(parameters, config, trainable), settings
+        )
+        n = num_examples(self.examples)
+        steps = settings.local_steps
+        if settings.local_epochs:
+            steps = settings.local_epochs * -(-n // settings.batch_size)
+        if settings.diagnostics and isinstance(optimizer, ActAdamW):
+            optimizer.keep_scores_at = steps
+
+        generator = torch.Generator().manual_seed(config[wire.SEED])
+        loss = train(
+            self.model,
+            self.task.loss,
+            batches(self.examples, settings.batch_size, generator),
+            optimizer,
+            steps,
+            settings.precision,
+            settings.clip_norm,
+        )
+
+        metrics = {
+            wire.PARTITION: config[wire.PARTITION],
+            wire.NUM_EXAMPLES: n,
+            wire.NUM_STEPS: steps,
+            wire.TRAIN_LOSS: loss,
+        }
+        if isinstance(optimizer, ActAdamW) and optimizer.scores is not None:
+            metrics["positive_score_ratio"] = positive_score_ratio(optimizer.scores)
+            metrics["top_score_mass"] = top_score_mass(optimizer.scores, settings.top_p)
+        returned: dict[str, Vectors] = {
+            record: {name: t.cpu().numpy() for name, t in zip(trainable, tensors, strict=True)}
+            for record, tensors in method.returned(optimizer).items()
+        }
+        returned[wire.DELTA] = {
+            name: tensor.detach().cpu().numpy() - parameters[wire.MODEL][name]
+            for name, tensor in exchanged_state(self.model).items()
+        }
+        metrics["client_seconds"] = time.perf_counter() - started
+        return returned, n, metrics
+
+    def evaluate(  # type: ignore[override]
+        self, parameters: Named, config: Mapping[str, Any]
+    ) -> tuple[float, int, dict[str, float]]:
+        """Evaluate the received model on the held-out examples."""
+        load_state(self.model, parameters[wire.MODEL])
+        metrics = self.task.evaluate(self.model, self.held_out)
+        n = num_examples(self.held_out)
+        bookkeeping = {wire.PARTITION: config[wire.PARTITION], wire.NUM_EXAMPLES: n}
+        return metrics["loss"], n, metrics | bookkeeping
+
+    def _received(
+        self, parameters: Named, config: Mapping[str, Any], trainable: Mapping[str, Tensor]
+    ) -> Received:
+        vectors = {
+            record: [torch.from_numpy(arrays[name]).to(self.device) for name in trainable]
+            for record, arrays in parameters.items()
+            if record != wire.MODEL
+        }
+        return Received(config[wire.LR], config[wire.STEPS_DONE], vectors)
+
+
+def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that train, tied ones once, in the model's order."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def exchanged_state(model: nn.Module) -> dict[str, Tensor]:
+    """What travels as the model: the trainable parameters and the persistent buffers. Frozen ones stay home."""
+    persistent = model.state_dict(keep_vars=True)
+    buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+    return {**dict(trainable_parameters(model)), **buffers}
+
+
+@torch.no_grad()
+def load_state(model: nn.Module, arrays: Vectors) -> None:
+    """Overwrite the exchanged state of ``model``. Raises ValueError where the names are not the model's."""
+    state = exchanged_state(model)
+    if state.keys() != arrays.keys():
+        odd = sorted(state.keys() ^ arrays.keys())
+        raise ValueError(f"the received model has other names than this task's, {odd[0]!r} first")
+    for name, tensor in state.items():
+        tensor.copy_(torch.from_numpy(arrays[name]))

@@ -1,0 +1,259 @@
+"""ACT-AdamW, FedACT's local optimizer.
+
+Source: "FedACT: Federated Adaptive Coordinate Trust Modulation for Robust Transformer Training under Data
+Heterogeneity", Algorithm 1. Where the paper leaves room, the decision is documented at the place it concerns.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class StabilityWarning(UserWarning):
+    """The settings are at or beyond the edge of what the paper's analysis covers."""
+
+
+def stability_note(rho: float, tau: float, alpha: float) -> str | None:
+    """What is at or beyond the edge of stability in these settings, or None.
+
+    A trusted coordinate moves by eta alpha rho Delta_G along the shared correction. With alpha rho >= 1 the
+    correction alone repeats the last round's whole step, so nothing damps it; Lemma 2 assumes rho < tau.
+    """
+    notes = []
+    if alpha * rho >= 1:
+        notes.append(f"alpha * rho = {alpha:g} * {rho:g} = {alpha * rho:g} is not below 1, the edge of stability")
+    if rho >= tau:
+        notes.append(f"rho = {rho:g} is not below tau = {tau:g}, as Lemma 2 assumes")
+    return "; ".join(notes) or None
+
+
+def trust_modulation(score: Tensor, tau: float, alpha: float, gamma: float) -> Tensor:
+    """phi: alpha on the floor(tau d) largest of the d scores, gamma on the rest.
+
+    Exactly floor(tau d) entries are trusted; ties go to the lower index, so the result does not depend on the
+    device or the number of threads. tau is taken as the decimal number that it prints as: floor(0.29 * 100) is
+    29, although the product of the floats is just below.
+
+    Parameters
+    ----------
+    score : Tensor
+        One vector of shape (d,).
+    tau : float
+        In [0, 1].
+    alpha, gamma : float
+        Modulation of trusted and of other coordinates.
+
+    Returns
+    -------
+    Tensor
+        phi, with the shape, dtype and device of ``score``.
+    """
+    d = score.numel()
+    trusted = math.floor(Fraction(repr(float(tau))) * d)
+    if trusted == d:
+        return torch.full_like(score, alpha)
+    phi = torch.full_like(score, gamma)
+    if trusted == 0:
+        return phi
+    threshold = torch.kthvalue(score, d - trusted + 1).values
+    above = score > threshold
+    ties = score == threshold
+    room = trusted - above.sum()
+    return phi.masked_fill_(above | (ties & (ties.cumsum(0) <= room)), alpha)
+
+
+class ActAdamW(Optimizer):
+    """AdamW with a shared correction of the direction and a trust modulation of each coordinate.
+
+    With g the gradient, k the steps of this optimizer and t = steps_done + k, a step is::
+
+        m = b1 m + (1 - b1) g                v = b2 v + (1 - b2) g g
+        m_hat = m / (1 - b1^k)               v_hat = v / (1 - b2^t)
+        u = (1 - rho) m_hat / (sqrt(v_hat) + eps) + rho Delta_G
+        phi = alpha on the floor(tau d) largest scores s = u g, gamma on the rest
+        x = (1 - lr weight_decay) x - lr phi u
+
+    The weight decay is scaled neither by (1 - rho) nor by phi. Parameters without a gradient, frozen or unused in
+    a step, take no part in it: their moments stay, and d does not count them. A parameter given twice counts once.
+
+    Parameters
+    ----------
+    params : iterable of Tensor or of dict
+        Parameters, or groups of them with their own lr, betas, eps, weight_decay and rho. float32 or float64.
+    lr : float
+        eta, at least 0.
+    betas : (float, float)
+        Each in [0, 1).
+    eps : float
+        At least 0.
+    weight_decay : float
+        lambda, decoupled, at least 0.
+    rho : float
+        Share of the correction in the direction, in [0, 1].
+    tau : float
+        Share of trusted coordinates, in [0, 1].
+    alpha, gamma : float, optional
+        Modulation of trusted and other coordinates, at least 0; 1 / tau and tau if None. Setting one leaves the
+        other at its default.
+    scope : {"global", "tensor"}
+        Whether the top is taken over the whole trainable vector, as in the paper, or within each tensor.
+    score : {"corrected", "local"}
+        Whether a coordinate is scored with the corrected direction u (FedACT) or with its local part
+        m_hat / (sqrt(v_hat) + eps) (FedACT-Local). The step uses the corrected direction in both.
+    correction, second_moment : sequence of Tensor, optional
+        Delta_G and v_bar, one tensor per trainable parameter, in order; zeros if None. They are copied.
+    steps_done : float
+        (r - 1) K, the steps behind ``second_moment``; not a whole number where clients did different numbers.
+
+    Raises
+    ------
+    ValueError
+        For values outside these ranges and tensors that don't fit the parameters.
+
+    Warns
+    -----
+    StabilityWarning
+        See `stability_note`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        rho: float = 0.5,
+        tau: float = 0.5,
+        alpha: float | None = None,
+        gamma: float | None = None,
+        scope: Literal["global", "tensor"] = "global",
+        score: Literal["corrected", "local"] = "corrected",
+        correction: Sequence[Tensor] | None = None,
+        second_moment: Sequence[Tensor] | None = None,
+        steps_done: float = 0,
+    ) -> None:
+        if alpha is None and tau == 0:
+            raise ValueError("tau = 0: alpha = 1 / tau has no value; set alpha")
+        self.tau = tau
+        self.alpha = 1 / tau if alpha is None else alpha
+        self.gamma = tau if gamma is None else gamma
+        self.scope = scope
+        self.score = score
+        self.steps_done = steps_done
+        self.keep_scores_at: int | None = None
+        self.scores: Tensor | None = None
+        _check(0 <= tau <= 1, "tau", tau, "[0, 1]")
+        _check(self.alpha >= 0, "alpha", self.alpha, "0 or more")
+        _check(self.gamma >= 0, "gamma", self.gamma, "0 or more")
+        _check(scope in ("global", "tensor"), "scope", scope, "'global' or 'tensor'")
+        _check(score in ("corrected", "local"), "score", score, "'corrected' or 'local'")
+        _check(steps_done >= 0, "steps_done", steps_done, "0 or more")
+
+        params = list(params)  # type: ignore[arg-type]
+        if params and isinstance(params[0], Tensor):
+            params = list(dict.fromkeys(params))  # type: ignore[arg-type]
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, rho=rho))
+        for group in self.param_groups:
+            _check(group["lr"] >= 0, "lr", group["lr"], "0 or more")
+            _check(all(0 <= b < 1 for b in group["betas"]), "betas", group["betas"], "[0, 1) each")
+            _check(group["eps"] >= 0, "eps", group["eps"], "0 or more")
+            _check(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], "0 or more")
+            _check(0 <= group["rho"] <= 1, "rho", group["rho"], "[0, 1]")
+            if note := stability_note(group["rho"], tau, self.alpha):
+                warnings.warn(note, StabilityWarning, stacklevel=2)
+
+        self._trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        corrections = self._fit("correction", correction)
+        second_moments = self._fit("second_moment", second_moment)
+        for p, delta, v in zip(self._trainable, corrections, second_moments, strict=True):
+            self.state[p] = {"step": 0, "m": torch.zeros_like(p), "v": v, "correction": delta}
+
+    def _fit(self, name: str, given: Sequence[Tensor] | None) -> list[Tensor]:
+        """Fresh tensors like the trainable parameters, from ``given`` or zero."""
+        if given is None:
+            return [torch.zeros_like(p) for p in self._trainable]
+        shapes = [tuple(p.shape) for p in self._trainable]
+        if [tuple(t.shape) for t in given] != shapes:
+            raise ValueError(f"{name}: shapes {[tuple(t.shape) for t in given]}, the parameters have {shapes}")
+        return [torch.empty_like(p).copy_(t) for p, t in zip(self._trainable, given, strict=True)]
+
+    def second_moments(self) -> list[Tensor]:
+        """The raw v, not bias-corrected: one tensor per trainable parameter, in order. Not copied."""
+        return [self.state[p]["v"] for p in self._trainable]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step. Where it is step number ``keep_scores_at``, its scores are kept in ``scores``, shape (d,)."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+
+        updates = []  # (parameters, directions, lr, weight decay) of each group
+        scores = []  # one vector per parameter, over all groups
+        step = 0
+        for group in self.param_groups:
+            active = [p for p in group["params"] if p.grad is not None]
+            if not active:
+                continue
+            gradients = [p.grad for p in active]
+            if any(p.dtype not in (torch.float32, torch.float64) or g.is_sparse for p, g in zip(active, gradients)):
+                raise ValueError("ActAdamW takes dense float32 or float64 parameters; use autocast for bfloat16")
+            local, corrected = self._directions(active, gradients, group)
+            scored = corrected if self.score == "corrected" else local
+            scores += [s.flatten() for s in torch._foreach_mul(scored, gradients)]
+            updates.append((active, corrected, group["lr"], group["weight_decay"]))
+            step = max(step, *(self.state[p]["step"] for p in active))
+
+        self.scores = torch.cat(scores) if scores and step == self.keep_scores_at else None
+        phi = iter(self._modulations(scores))
+        for parameters, directions, lr, weight_decay in updates:
+            torch._foreach_mul_(directions, [next(phi).view_as(u) for u in directions])
+            torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+            torch._foreach_add_(parameters, directions, alpha=-lr)
+        return loss
+
+    def _directions(
+        self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Update the moments and give the local and the corrected directions."""
+        states = [self.state[p] for p in parameters]
+        for state in states:
+            state["step"] += 1
+        beta1, beta2 = group["betas"]
+        rho = group["rho"]
+        m = [state["m"] for state in states]
+        v = [state["v"] for state in states]
+        torch._foreach_lerp_(m, gradients, 1 - beta1)
+        torch._foreach_mul_(v, beta2)
+        torch._foreach_addcmul_(v, gradients, gradients, value=1 - beta2)
+
+        denominators = torch._foreach_div(v, [1 - beta2 ** (self.steps_done + s["step"]) for s in states])
+        torch._foreach_sqrt_(denominators)
+        torch._foreach_add_(denominators, group["eps"])
+        local = torch._foreach_div(m, [1 - beta1 ** s["step"] for s in states])
+        torch._foreach_div_(local, denominators)
+        corrected = torch._foreach_mul(local, 1 - rho)
+        torch._foreach_add_(corrected, [state["correction"] for state in states], alpha=rho)
+        return list(local), list(corrected)
+
+    def _modulations(self, scores: list[Tensor]) -> Sequence[Tensor]:
+        """phi for each vector of scores."""
+        if not scores:
+            return []
+        if self.scope == "tensor":
+            return [trust_modulation(s, self.tau, self.alpha, self.gamma) for s in scores]
+        phi = trust_modulation(torch.cat(scores), self.tau, self.alpha, self.gamma)
+        return phi.split([s.numel() for s in scores])
+
+
+def _check(valid: bool, name: str, value: object, allowed: str) -> None:
+    if not valid:
+        raise ValueError(f"{name} = {value}: allowed is {allowed}")

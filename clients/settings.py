@@ -1,0 +1,32 @@
+"""The settings that the client half reads."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class LocalSettings(BaseModel):
+    """Local training; pyproject.toml explains each setting. The learning rate comes with each round's message."""
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+    method: str
+    local_steps: PositiveInt
+    local_epochs: NonNegativeInt
+    batch_size: PositiveInt
+    weight_decay: NonNegativeFloat
+    momentum: Annotated[float, Field(ge=0, lt=1)]
+    beta1: Annotated[float, Field(ge=0, lt=1)]
+    beta2: Annotated[float, Field(ge=0, lt=1)]
+    eps: PositiveFloat
+    clip_norm: NonNegativeFloat
+    precision: Literal["float32", "bfloat16"]
+    rho: Annotated[float, Field(ge=0, le=1)]
+    tau: Annotated[float, Field(gt=0, le=1)]
+    alpha: NonNegativeFloat | None
+    gamma: NonNegativeFloat | None
+    scope: Literal["global", "tensor"]
+    diagnostics: bool
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    device: Literal["auto", "cpu", "cuda", "mps"]
+    threads: PositiveInt

@@ -1,0 +1,1 @@
+"""FedACT on Flower: the app, its settings, run records and command line."""

@@ -1,0 +1,95 @@
+"""The ClientApp: hands each message to the partition's `FedClient`."""
+
+import warnings
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from clients.client import FedClient
+from clients.device import prepare_device
+from clients.optimizers import StabilityWarning
+from clients.training import num_examples, take
+from fedact_flwr.settings import Settings, parse
+from strategies import wire
+from strategies.seeds import derive_seed
+from tasks import TASKS
+from tasks.split import split_indices
+
+# The server says it once per run; each client in each round would say it again.
+warnings.filterwarnings("ignore", category=StabilityWarning)
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    client = _client(message, context)
+    returned, _, metrics = client.fit(_named_arrays(message), _config(message))
+    records = {name: wire.to_record(vectors) for name, vectors in returned.items()}
+    return Message(RecordDict({**records, wire.METRICS: MetricRecord(metrics)}), reply_to=message)
+
+
+@app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    client = _client(message, context)
+    _, _, metrics = client.evaluate(_named_arrays(message), _config(message))
+    return Message(RecordDict({wire.METRICS: MetricRecord(metrics)}), reply_to=message)
+
+
+@app.query(wire.HOSTED_QUERY.removeprefix("query."))
+def hosted_partitions(message: Message, context: Context) -> Message:
+    """Node i of n hosts the partitions i, i + n, i + 2n, ..., so any number of nodes carries any run."""
+    try:
+        node, nodes = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
+    except KeyError as key:
+        raise ValueError(f"the node config has no {key}; start it with partition-id=I num-partitions=N") from None
+    hosted = list(range(node, _settings(context).clients, nodes))
+    return Message(RecordDict({wire.CONFIG: ConfigRecord({wire.HOSTED: hosted})}), reply_to=message)
+
+
+class _Workplace:
+    """What the clients of one process share in one run: the split, a scratch model, and each client's data."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.task = TASKS[settings.task]
+        self.parts = split_indices(settings, self.task.train_labels(), derive_seed(settings.seed, "split"))
+        self.model = self.task.make_model(seed=0)  # overwritten by each message
+        self.clients: dict[int, FedClient] = {}
+
+    def client(self, partition: int) -> FedClient:
+        if partition not in self.clients:
+            settings = self.settings
+            device = prepare_device(settings.device, settings.threads)
+            examples = self.task.train_examples(self.parts[partition])
+            examples = {name: tensor.to(device) for name, tensor in examples.items()}
+            n = num_examples(examples)
+            kept = min(n - 1, max(1, round(settings.holdout * n))) if settings.holdout else 0
+            generator = torch.Generator().manual_seed(derive_seed(settings.seed, partition, "holdout"))
+            order = torch.randperm(n, generator=generator)
+            self.clients[partition] = FedClient(
+                self.task, self.model, take(examples, order[kept:]), take(examples, order[:kept]), settings
+            )
+        return self.clients[partition]
+
+
+_workplace = lru_cache(maxsize=1)(_Workplace)
+
+
+def _settings(context: Context) -> Settings:
+    return parse(context.run_config)
+
+
+def _client(message: Message, context: Context) -> FedClient:
+    return _workplace(_settings(context)).client(_config(message)[wire.PARTITION])
+
+
+def _named_arrays(message: Message) -> Mapping[str, wire.Vectors]:
+    return {name: wire.from_record(record) for name, record in message.content.array_records.items()}
+
+
+def _config(message: Message) -> ConfigRecord:
+    return message.content.config_records[wire.CONFIG]

@@ -1,0 +1,138 @@
+"""The record of a run: a folder that says what was run, how it went, and what came out.
+
+* settings.toml: every setting, resolved; `fedact run settings.toml` repeats the run
+* clients.json: how many examples of each class each client has
+* rounds.jsonl: one line per round, written as the round ends
+* model.safetensors: the final model's state dict
+* summary.json: how the run ended, final and best metrics, duration, versions
+"""
+
+import json
+import math
+import platform
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import tomli_w
+from numpy.typing import NDArray
+from safetensors.torch import save_model
+from torch import nn
+
+from fedact_flwr.settings import AUTO, Settings, SettingsError, dump
+
+SETTINGS_FILE = "settings.toml"
+CLIENTS_FILE = "clients.json"
+ROUNDS_FILE = "rounds.jsonl"
+MODEL_FILE = "model.safetensors"
+SUMMARY_FILE = "summary.json"
+
+COMPLETED, FAILED, INTERRUPTED = "completed", "failed", "interrupted"
+
+
+def record_folder(settings: Settings) -> Path:
+    """The absolute folder of a new record. Raises `SettingsError` where one is there already."""
+    name = settings.name
+    if name == AUTO:
+        name = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{settings.task}-{settings.method}-s{settings.seed}"
+    folder = Path(settings.output).expanduser().resolve() / name
+    if (folder / SETTINGS_FILE).exists():
+        raise SettingsError(f"name = {name!r}: {folder} holds the record of another run; allowed is a new name")
+    return folder
+
+
+class RunRecord:
+    """Writes the record; as a context manager it also writes how the run ended.
+
+    Parameters
+    ----------
+    settings : Settings
+    target : str
+        The metric whose best value the summary gives; higher is better.
+    """
+
+    def __init__(self, settings: Settings, target: str) -> None:
+        self.folder = record_folder(settings)
+        self.target = target
+        self.rounds: list[dict[str, Any]] = []
+        self._started = time.monotonic()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / SETTINGS_FILE).open("wb") as file:
+            tomli_w.dump(dump(settings), file)
+        self._lines = (self.folder / ROUNDS_FILE).open("w")
+        self._tensorboard = None
+        if settings.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
+
+    def write_clients(self, histograms: NDArray) -> None:
+        """``histograms``: examples of each class of each client, shape (clients, classes)."""
+        rows = [
+            json.dumps({"client": client, "examples": int(row.sum()), "labels": row.tolist()})
+            for client, row in enumerate(histograms)
+        ]
+        (self.folder / CLIENTS_FILE).write_text("[\n" + ",\n".join(rows) + "\n]\n")
+
+    def write_round(self, metrics: Mapping[str, float]) -> None:
+        """One line; a value that is not finite becomes null."""
+        line = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        line["seconds"] = round(time.monotonic() - self._started, 3)  # since the run began
+        self.rounds.append(line)
+        self._lines.write(json.dumps(line) + "\n")
+        self._lines.flush()
+        if self._tensorboard:
+            for key, value in metrics.items():
+                self._tensorboard.add_scalar(key, value, metrics["round"])
+            self._tensorboard.flush()
+
+    def write_model(self, model: nn.Module) -> None:
+        save_model(model, str(self.folder / MODEL_FILE))
+
+    def __enter__(self) -> "RunRecord":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lines.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        if error is None:
+            status, cause = COMPLETED, None
+        elif isinstance(error, KeyboardInterrupt):
+            status, cause = INTERRUPTED, "interrupted from the keyboard"
+        else:
+            status, cause = FAILED, f"{type(error).__name__}: {error}"
+        write_summary(self.folder, status, cause, self._results())
+
+    def _results(self) -> dict[str, Any]:
+        evaluated = [line for line in self.rounds if line.get(self.target) is not None]
+        return {
+            "rounds": len(self.rounds),
+            "seconds": round(time.monotonic() - self._started, 3),
+            "final": evaluated[-1] if evaluated else None,
+            "best": max(evaluated, key=lambda line: line[self.target]) if evaluated else None,
+        }
+
+
+def write_summary(folder: Path, status: str, cause: str | None, results: Mapping[str, Any]) -> None:
+    """summary.json: how the run ended, why if not well, its results, and what it ran on."""
+    packages = ("fedact-flwr", "flwr", "torch", "numpy")
+    summary = {
+        "status": status,
+        "cause": cause,
+        **results,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+    }
+    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """summary.json of a record, or None where the run has not ended (or ended without a word)."""
+    path = folder / SUMMARY_FILE
+    return json.loads(path.read_text()) if path.exists() else None

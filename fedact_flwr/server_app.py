@@ -1,0 +1,73 @@
+"""The ServerApp: one run from its settings to its record."""
+
+from collections.abc import Mapping, Sequence
+from logging import INFO, WARNING
+
+import torch
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.common import log
+from flwr.serverapp import Grid, ServerApp
+
+from clients.client import exchanged_state, load_state, trainable_parameters
+from clients.device import prepare_device
+from clients.diagnostics import direction_consistency
+from clients.methods import CLIENT_METHODS
+from clients.optimizers import StabilityWarning, stability_note
+from fedact_flwr.record import RunRecord
+from fedact_flwr.settings import Settings, parse
+from strategies import STRATEGIES, wire
+from strategies.seeds import derive_seed
+from strategies.wire import Vectors
+from tasks import TASKS
+from tasks.split import label_histograms, split_indices
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    run(parse(context.run_config), grid)
+
+
+def run(settings: Settings, grid: Grid) -> None:
+    """Train as the settings say, over ``grid``. Raises `strategies.RunFailed` where the run can't go on."""
+    task = TASKS[settings.task]
+    device = prepare_device(settings.device, settings.threads)
+    labels = task.train_labels()
+    parts = split_indices(settings, labels, derive_seed(settings.seed, "split"))
+    with RunRecord(settings, task.target) as record:
+        log(INFO, "record: %s", record.folder)
+        record.write_clients(label_histograms(parts, labels))
+        model = task.make_model(derive_seed(settings.seed, "model")).to(device)
+        test = {name: tensor.to(device) for name, tensor in task.test_examples().items()}
+        trainable = {name for name, _ in trainable_parameters(model)}
+        state = exchanged_state(model)
+        strategy = STRATEGIES[settings.method](
+            settings,
+            buffers=frozenset(state.keys() - trainable),
+            diagnose=_consistency if settings.diagnostics else None,
+        )
+
+        def end_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            """Flower calls this before the first round, as round 0, and after each."""
+            if server_round == 0:
+                return None
+            metrics = {}
+            if server_round % settings.evaluate_every == 0 or server_round == settings.rounds:
+                load_state(model, strategy.model)
+                metrics = task.evaluate(model, test)
+            record.write_round(strategy.round_metrics | metrics)
+            return MetricRecord(metrics) if metrics else None
+
+        strategy.start(
+            grid,
+            wire.to_record({name: tensor.detach().cpu().numpy() for name, tensor in state.items()}),
+            num_rounds=settings.rounds,
+            timeout=settings.round_timeout,
+            evaluate_fn=end_round,
+        )
+        record.write_model(model)
+
+
+def _consistency(deltas: Sequence[Vectors]) -> Mapping[str, float]:
+    return {"direction_consistency": direction_consistency([list(delta.values()) for delta in deltas])}

@@ -1,0 +1,143 @@
+"""All settings of a run: read from pyproject.toml, files and overrides, checked, and frozen."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationError
+from pydantic.fields import FieldInfo
+
+from clients.methods import CLIENT_METHODS
+from clients.settings import LocalSettings
+from strategies import STRATEGIES, ServerSettings
+from tasks import TASKS
+from tasks.split import SplitSettings
+
+PROJECT = Path(__file__).resolve().parent.parent
+AUTO = "auto"
+AUTO_KEYS = ("lr", "weight_decay", "alpha", "gamma")
+
+
+class SettingsError(ValueError):
+    """A setting that can't be: one line with the key, its value and what is allowed."""
+
+
+class Settings(ServerSettings, LocalSettings, SplitSettings):
+    """Every setting, flat: the sections that the server, the clients and the split read, and the run's own.
+
+    pyproject.toml holds the defaults and explains each setting.
+    """
+
+    task: str
+    holdout: Annotated[float, Field(ge=0, le=0.5)]
+    evaluate_every: PositiveInt
+    client_gpus: NonNegativeFloat
+    output: str
+    name: str
+    tensorboard: bool
+
+
+def read_defaults() -> dict[str, Any]:
+    """The table [tool.flwr.app.config] of the project's pyproject.toml."""
+    with (PROJECT / "pyproject.toml").open("rb") as file:
+        return tomllib.load(file)["tool"]["flwr"]["app"]["config"]
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file. Raises `SettingsError`."""
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}; expected a TOML file of settings") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not valid TOML: {error}") from error
+
+
+def read_override(text: str) -> tuple[str, Any]:
+    """``key=value`` with a TOML value; a bare word is a string. Raises `SettingsError`."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not key:
+        raise SettingsError(f"--set {text}: expected key=value")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def parse(config: Mapping[str, Any]) -> Settings:
+    """Check a complete run config and resolve what stands at "auto". Raises `SettingsError`."""
+    fields = Settings.model_fields
+    for key, value in config.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise SettingsError(f"{key} = {value!r}: no such setting{hint}; allowed are those in pyproject.toml")
+    for key, registry in (("task", TASKS), ("method", STRATEGIES)):
+        if not isinstance(config[key], str) or config[key] not in registry:
+            raise SettingsError(f"{key} = {config[key]!r}: allowed is one of {', '.join(registry)}")
+
+    resolved = dict(config)
+    defaults = TASKS[config["task"]].defaults[CLIENT_METHODS[config["method"]].family]
+    for key in ("lr", "weight_decay"):
+        if resolved[key] == AUTO:
+            resolved[key] = defaults[key]
+    for key in ("alpha", "gamma"):
+        if resolved[key] == AUTO:
+            resolved[key] = None
+    try:
+        settings = Settings(**resolved)
+    except ValidationError as error:
+        key = str(error.errors()[0]["loc"][0])
+        auto = f' or "{AUTO}"' if key in AUTO_KEYS else ""
+        raise SettingsError(f"{key} = {config.get(key)!r}: allowed is {_allowed(fields[key])}{auto}") from None
+    _check_together(settings)
+    return settings
+
+
+def dump(settings: Settings) -> dict[str, Any]:
+    """The settings as a run config that `parse` takes."""
+    return {key: AUTO if value is None else value for key, value in settings.model_dump().items()}
+
+
+def _check_together(s: Settings) -> None:
+    """What one setting allows given another."""
+    if s.clients_per_round > s.clients:
+        raise SettingsError(
+            f"clients_per_round = {s.clients_per_round}: allowed is 1 to {s.clients}, the number of clients"
+        )
+    if s.min_replies > s.clients_per_round:
+        raise SettingsError(
+            f"min_replies = {s.min_replies}: allowed is 1 to {s.clients_per_round}, the clients_per_round"
+        )
+    if s.lr_min > s.lr:
+        raise SettingsError(f"lr_min = {s.lr_min}: allowed is 0 to {s.lr}, the lr")
+    if s.holdout > 0 and s.min_samples < 2:
+        raise SettingsError(f"min_samples = {s.min_samples}: allowed is at least 2 where holdout = {s.holdout}")
+    if s.client_evaluation and s.holdout == 0:
+        raise SettingsError("holdout = 0.0: client_evaluation needs held-out examples; allowed is above 0, to 0.5")
+
+
+def _allowed(field: FieldInfo) -> str:
+    """What a field takes, in words made from its type and bounds."""
+    annotation = field.annotation
+    options = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(repr(option) for option in options)
+    kind = next((t for t in (*options, annotation) if t in (int, float, str, bool)), None)
+    if kind is None:  # Annotated[...] | None keeps its bounds inside the union
+        inner = next(option for option in options if option is not type(None))
+        kind, bounds = get_args(inner)[0], get_args(inner)[1:]
+    else:
+        bounds = tuple(field.metadata)
+    words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
+    signs = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    limits = [
+        f"{word} {getattr(bound, sign):g}"
+        for bound in bounds
+        for sign, word in signs.items()
+        if getattr(bound, sign, None) is not None
+    ]
+    return " ".join([words, " and ".join(limits)]).strip()

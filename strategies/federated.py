@@ -1,0 +1,296 @@
+"""The one server loop. A method adds what it broadcasts, what it wants back, and how it folds replies."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from logging import ERROR, INFO, WARNING
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from strategies import wire
+from strategies.aggregation import linear_combination
+from strategies.hosts import Hosts
+from strategies.reply import BadReply, Reply, read_metrics, read_reply
+from strategies.seeds import derive_seed
+from strategies.wire import Vectors
+
+T = TypeVar("T")
+Diagnose = Callable[[Sequence[Vectors]], Mapping[str, float]]
+
+
+class ServerSettings(BaseModel):
+    """The settings that the server half reads; pyproject.toml explains each."""
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+    rounds: PositiveInt
+    seed: int
+    clients: PositiveInt
+    clients_per_round: PositiveInt
+    lr: PositiveFloat
+    lr_schedule: Literal["cosine", "constant"]
+    lr_min: NonNegativeFloat
+    beta2: Annotated[float, Field(ge=0, lt=1)]
+    server_lr: PositiveFloat
+    weighting: Literal["uniform", "examples"]
+    min_replies: PositiveInt
+    max_failed_rounds: PositiveInt
+    round_timeout: PositiveFloat
+    node_timeout: NonNegativeFloat
+    client_evaluation: bool
+
+    def learning_rate(self, server_round: int) -> float:
+        """eta_r, constant within the round; rounds count from 1.
+
+        The cosine is eta_min + (eta - eta_min) (1 + cos(pi (r-1)/R)) / 2: eta in round 1, just above eta_min
+        in round R.
+        """
+        if self.lr_schedule == "constant":
+            return self.lr
+        share = (1 + math.cos(math.pi * (server_round - 1) / self.rounds)) / 2
+        return self.lr_min + (self.lr - self.lr_min) * share
+
+
+class RunFailed(RuntimeError):
+    """The run can't go on; the message says why in one line."""
+
+
+class FederatedStrategy(Strategy):
+    """Samples partitions, sends the state, checks the replies and folds them in the order of partitions.
+
+    Parameters
+    ----------
+    settings : ServerSettings
+    buffers : frozenset of str
+        Names in the model that are no trainable parameters (BatchNorm statistics and counters).
+    diagnose : callable, optional
+        Called each round with the deltas of the trainable parameters; what it returns joins the metrics.
+
+    Attributes
+    ----------
+    model : Vectors
+        x, parameters and buffers, as of the last good round.
+    state : dict of str to Vectors
+        What the method keeps beside x, by record name: float32, shaped like the parameters, 0 at first.
+    steps_done : float
+        t, the optimizer steps behind ``state``; a whole number while all clients do the same number of steps.
+    round_metrics : dict of str to float
+        The metrics of the current round.
+    """
+
+    broadcast: ClassVar[tuple[str, ...]] = ()  # records sent beside the model
+    returned: ClassVar[tuple[str, ...]] = ()  # records returned beside the delta
+
+    def __init__(
+        self, settings: ServerSettings, buffers: frozenset[str] = frozenset(), diagnose: Diagnose | None = None
+    ) -> None:
+        self.settings = settings
+        self.buffers = buffers
+        self.diagnose = diagnose
+        self.model: Vectors = {}
+        self.state: dict[str, Vectors] = {}
+        self.steps_done = 0.0
+        self.round_metrics: dict[str, float] = {}
+        self._hosts = Hosts(settings.node_timeout)
+        self._asked: list[tuple[Message, int]] = []  # this round's messages and their partitions
+        self._arrays: ArrayRecord | None = None  # the record that `model` was read from or written to
+        self._num_asked = 0
+        self._failed_in_a_row = 0
+
+    # ---- the method's half
+
+    @abstractmethod
+    def fold(self, replies: Sequence[Reply], weights: Sequence[float], lr: float) -> None:
+        """Fold checked replies, sorted by partition, into ``model`` and ``state``.
+
+        ``weights`` sum to 1; ``lr`` is the learning rate that the clients used.
+        """
+
+    # ---- training
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        self.round_metrics = {"round": server_round, "lr": self.settings.learning_rate(server_round)}
+        self._adopt(arrays)
+        state = {name: wire.to_record(self.state[name]) for name in self.broadcast}
+        return self._ask(MessageType.TRAIN, server_round, {wire.MODEL: arrays, **state}, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        parameters = self.parameters(self.model)
+        good = self._collect(
+            replies,
+            lambda content, partition: read_reply(content, partition, self.model, parameters, self.returned),
+        )
+        self.round_metrics |= {"replies": len(good), "failures": self._num_asked - len(good)}
+        if len(good) < self.settings.min_replies:
+            self._count_failed_round(server_round, len(good))
+            return None, MetricRecord(self.round_metrics)
+        self._failed_in_a_row = 0
+
+        weights = self._weights([reply.num_examples for reply in good])
+        self.round_metrics |= _weighted_metrics([reply.metrics for reply in good], weights)
+        if self.diagnose:
+            self.round_metrics |= self.diagnose([self.parameters(reply.delta) for reply in good])
+        self.fold(good, weights, self.round_metrics["lr"])
+        self._count_steps([reply.num_steps for reply in good], weights)
+
+        self._arrays = wire.to_record(self.model)
+        return self._arrays, MetricRecord(self.round_metrics)
+
+    def move(self, replies: Sequence[Reply], weights: Sequence[float]) -> None:
+        """``x <- x + server_lr * sum_i weights[i] delta_i``, for buffers with a step of 1.
+
+        Integer buffers (counters) can't be averaged; they are taken from the first reply.
+        """
+        mean = linear_combination(weights, [reply.delta for reply in replies])
+        first = replies[0].delta
+        model = {}
+        for name, x in self.model.items():
+            if not np.issubdtype(x.dtype, np.floating):
+                model[name] = x + first[name]
+            elif name in self.buffers:
+                model[name] = x + mean[name]
+            else:
+                model[name] = x + x.dtype.type(self.settings.server_lr) * mean[name]
+        self.model = model
+
+    # ---- evaluation on the clients
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        if not self.settings.client_evaluation:
+            return []
+        return self._ask(MessageType.EVALUATE, server_round, {wire.MODEL: arrays}, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        if not self.settings.client_evaluation:
+            return None
+        good = self._collect(replies, read_metrics)
+        if not good:
+            return None
+        weights = self._weights([metrics[wire.NUM_EXAMPLES] for metrics in good])
+        self.round_metrics |= {
+            f"client_{key}": value for key, value in _weighted_metrics(good, weights).items()
+        }
+        return MetricRecord(self.round_metrics)
+
+    def summary(self) -> None:
+        log(
+            INFO,
+            "\t├──> %s of %s clients a round; broadcast: %s; returned: %s",
+            self.settings.clients_per_round,
+            self.settings.clients,
+            ", ".join((wire.MODEL, *self.broadcast)),
+            ", ".join((wire.DELTA, *self.returned)),
+        )
+
+    # ---- the loop's own
+
+    def _adopt(self, arrays: ArrayRecord) -> None:
+        """Read x from Flower's record, unless it is the one that the last round wrote."""
+        if arrays is not self._arrays:
+            self._arrays = arrays
+            self.model = wire.from_record(arrays)
+        if not self.state:
+            parameters = self.parameters(self.model)
+            self.state = {
+                record: {name: np.zeros_like(x) for name, x in parameters.items()} for record in self.broadcast
+            }
+
+    def parameters(self, vectors: Vectors) -> Vectors:
+        """The trainable part of ``vectors``."""
+        return {name: array for name, array in vectors.items() if name not in self.buffers}
+
+    def _ask(
+        self, kind: str, server_round: int, records: Mapping[str, ArrayRecord], grid: Grid
+    ) -> list[Message]:
+        """One message to each sampled partition, whose number and seed stand in its config record."""
+        settings = self.settings
+        generator = np.random.default_rng(derive_seed(settings.seed, server_round, kind, "sample"))
+        sampled = sorted(generator.choice(settings.clients, settings.clients_per_round, replace=False).tolist())
+        nodes = self._hosts.find(sampled, grid)
+        self._num_asked = len(sampled)
+        self._asked = []
+        for partition in sampled:
+            if partition not in nodes:
+                log(WARNING, "round %s: no connected node hosts partition %s", server_round, partition)
+                continue
+            config = ConfigRecord(
+                {
+                    wire.ROUND: server_round,
+                    wire.PARTITION: partition,
+                    wire.SEED: derive_seed(settings.seed, server_round, partition, kind),
+                    wire.LR: settings.learning_rate(server_round),
+                    wire.STEPS_DONE: self.steps_done,
+                }
+            )
+            content = RecordDict({**records, wire.CONFIG: config})
+            message = Message(content, nodes[partition], kind, group_id=str(server_round))
+            self._asked.append((message, partition))
+        return [message for message, _ in self._asked]
+
+    def _collect(self, replies: Iterable[Message], read: Callable[[RecordDict, int], T]) -> list[T]:
+        """Read the replies in the order of partitions; bad and missing ones are named and left out."""
+        by_question = {reply.metadata.reply_to_message_id: reply for reply in replies}
+        good = []
+        for message, partition in self._asked:
+            reply = by_question.get(message.metadata.message_id)
+            where = f"round {message.metadata.group_id}, partition {partition}, node {message.metadata.dst_node_id}"
+            if reply is None:
+                log(WARNING, "%s: no reply in time", where)
+            elif reply.has_error():
+                log(WARNING, "%s: the client failed: %s", where, reply.error.reason)
+            else:
+                try:
+                    good.append(read(reply.content, partition))
+                except BadReply as reason:
+                    log(WARNING, "%s: reply refused: %s", where, reason)
+        self._asked = []
+        return good
+
+    def _count_failed_round(self, server_round: int, replies: int) -> None:
+        self._failed_in_a_row += 1
+        reason = f"round {server_round}: {replies} good replies, min_replies = {self.settings.min_replies}"
+        log(ERROR, "%s; the model stays as it is", reason)
+        if self._failed_in_a_row >= self.settings.max_failed_rounds:
+            raise RunFailed(
+                f"{reason}; {self._failed_in_a_row} failed rounds in a row, "
+                f"max_failed_rounds = {self.settings.max_failed_rounds}. The log names each failed reply."
+            )
+
+    def _weights(self, num_examples: Sequence[int]) -> list[float]:
+        if self.settings.weighting == "uniform":
+            return [1 / len(num_examples)] * len(num_examples)
+        return [n / sum(num_examples) for n in num_examples]
+
+    def _count_steps(self, num_steps: Sequence[int], weights: Sequence[float]) -> None:
+        """Advance t so that ``1 - beta2**t`` is the mean weight of the gradients in the mean of the v_i.
+
+        With K steps on every client that is t + K. Where K_i differs, the EMA weights w_i = 1 - beta2**(t + K_i)
+        are averaged as the v_i are, and t follows from their mean.
+        """
+        if len(set(num_steps)) == 1:
+            self.steps_done += num_steps[0]
+        elif self.settings.beta2 > 0:
+            decay = sum(w * self.settings.beta2**k for w, k in zip(weights, num_steps, strict=True))
+            self.steps_done += math.log(decay) / math.log(self.settings.beta2)
+
+
+def _weighted_metrics(metrics: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
+    """Weighted means of the metrics that every client reports, without the bookkeeping ones."""
+    shared = set.intersection(*(set(m) for m in metrics)) - {wire.PARTITION}
+    mean = {
+        key: sum(w * m[key] for w, m in zip(weights, metrics, strict=True))
+        for key in sorted(shared - {wire.NUM_EXAMPLES})
+    }
+    return mean | {wire.NUM_EXAMPLES: sum(m[wire.NUM_EXAMPLES] for m in metrics)}

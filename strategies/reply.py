@@ -1,0 +1,95 @@
+"""A client's reply, checked before anything of it is folded into the server's state."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from flwr.app import RecordDict
+
+from strategies import wire
+from strategies.wire import Vectors
+
+
+class BadReply(ValueError):
+    """A reply that must not be folded; the message says why."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one client returned from one round, after all checks."""
+
+    partition: int
+    num_examples: int
+    num_steps: int
+    vectors: Mapping[str, Vectors]  # wire.DELTA and what the method returns beside it
+    metrics: Mapping[str, float]
+
+    @property
+    def delta(self) -> Vectors:
+        return self.vectors[wire.DELTA]
+
+
+def read_reply(
+    content: RecordDict, partition: int, model: Vectors, parameters: Vectors, returned: Sequence[str]
+) -> Reply:
+    """Decode and check the reply for ``partition``.
+
+    ``model`` and ``parameters`` give the names, shapes and dtypes that the delta and the records named in
+    ``returned`` must have. Raises `BadReply`.
+    """
+    expected = {wire.DELTA: model, **dict.fromkeys(returned, parameters)}
+    missing = [name for name in expected if name not in content.array_records]
+    if missing:
+        raise BadReply(f"records {', '.join(missing)} are missing")
+    metrics = read_metrics(content, partition)
+    if metrics.get(wire.NUM_STEPS, 0) < 1:
+        raise BadReply(f"metric {wire.NUM_STEPS} is {metrics.get(wire.NUM_STEPS)}, not at least 1")
+
+    vectors = {}
+    for name, like in expected.items():
+        try:
+            vector = wire.from_record(content.array_records[name])
+        except Exception as error:  # bytes from outside: whatever the decoder raises, the reply is bad
+            raise BadReply(f"record {name} can't be decoded: {error}") from error
+        _check_vector(name, vector, like)
+        vectors[name] = vector
+    for name, array in vectors.get(wire.SECOND_MOMENT, {}).items():
+        if (array < 0).any():
+            raise BadReply(f"{wire.SECOND_MOMENT} {name} has negative entries")
+    return Reply(
+        partition=partition,
+        num_examples=int(metrics[wire.NUM_EXAMPLES]),
+        num_steps=int(metrics[wire.NUM_STEPS]),
+        vectors=vectors,
+        metrics=metrics,
+    )
+
+
+def read_metrics(content: RecordDict, partition: int) -> dict[str, float]:
+    """The metrics of the reply for ``partition``, all finite. Raises `BadReply`."""
+    if wire.METRICS not in content.metric_records:
+        raise BadReply(f"record {wire.METRICS} is missing")
+    metrics = {key: v for key, v in content.metric_records[wire.METRICS].items() if not isinstance(v, list)}
+    odd = [key for key, value in metrics.items() if not math.isfinite(value)]
+    if odd:
+        raise BadReply(f"metric {odd[0]} is {metrics[odd[0]]}")
+    if metrics.get(wire.PARTITION) != partition:
+        raise BadReply(f"it answers for partition {metrics.get(wire.PARTITION)}")
+    if metrics.get(wire.NUM_EXAMPLES, 0) < 1:
+        raise BadReply(f"metric {wire.NUM_EXAMPLES} is {metrics.get(wire.NUM_EXAMPLES)}, not at least 1")
+    return metrics
+
+
+def _check_vector(record: str, vector: Vectors, like: Vectors) -> None:
+    if vector.keys() != like.keys():
+        odd = sorted(vector.keys() ^ like.keys())
+        raise BadReply(f"record {record} has other names than the model, {odd[0]!r} first")
+    for name, array in vector.items():
+        wanted = like[name]
+        if array.shape != wanted.shape or array.dtype != wanted.dtype:
+            raise BadReply(
+                f"{record} {name} is {array.dtype}{list(array.shape)}, not {wanted.dtype}{list(wanted.shape)}"
+            )
+        if not np.isfinite(array).all():
+            raise BadReply(f"{record} {name} has non-finite entries")

@@ -1,0 +1,113 @@
+"""How the training data is split among the clients."""
+
+import warnings
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+
+# Redraws of a Dirichlet split in which some client got less than min_samples.
+MAX_DRAWS = 200
+
+
+class ImpossibleSplit(ValueError):
+    """No split of this data meets the settings; the message names them."""
+
+
+class SplitSettings(BaseModel):
+    """The settings of a split; pyproject.toml explains each."""
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+    clients: PositiveInt
+    split: Literal["dirichlet", "iid", "by_class"]
+    dirichlet_alpha: PositiveFloat
+    classes_per_client: PositiveInt
+    min_samples: PositiveInt
+
+
+def split_indices(settings: SplitSettings, labels: NDArray, seed: int) -> list[NDArray]:
+    """The indices of each client's training examples: disjoint, sorted, and all examples together.
+
+    * "dirichlet": each class is divided among the clients in proportions drawn from a symmetric Dirichlet of
+      concentration ``dirichlet_alpha`` (Yurochkin et al. 2019, arXiv:1905.12022); sizes differ. The draw is
+      repeated until every client has ``min_samples``.
+    * "iid": equal sizes, at random.
+    * "by_class": client i gets the ``classes_per_client`` classes from class i on, counted round, and an equal
+      share of each with its other owners.
+
+    Parameters
+    ----------
+    labels : array of int, shape (n,)
+        The class of each training example.
+    seed : int
+        The split is a function of it, the labels and the settings.
+
+    Raises
+    ------
+    ImpossibleSplit
+    """
+    clients, n, classes = settings.clients, len(labels), len(np.unique(labels))
+    if clients * settings.min_samples > n:
+        raise ImpossibleSplit(
+            f"min_samples = {settings.min_samples}: {clients} clients of that size need "
+            f"{clients * settings.min_samples} training examples; allowed is up to {n // clients} of the {n} there are"
+        )
+    if settings.split == "by_class":
+        if settings.classes_per_client > classes:
+            raise ImpossibleSplit(
+                f"classes_per_client = {settings.classes_per_client}: allowed is 1 to {classes}, the classes there are"
+            )
+        if clients + settings.classes_per_client <= classes:
+            raise ImpossibleSplit(
+                f"classes_per_client = {settings.classes_per_client}: {clients} clients leave some of {classes} classes "
+                f"without an owner; allowed is {classes - clients + 1} to {classes}"
+            )
+        owners = -(-clients * settings.classes_per_client // classes)
+        if owners > np.bincount(labels)[np.unique(labels)].min():
+            raise ImpossibleSplit(
+                f"clients = {clients}: a class would have {owners} owners and fewer examples; allowed is less"
+            )
+
+    for draw in range(MAX_DRAWS if settings.split == "dirichlet" else 1):
+        parts = _draw(settings, labels, [seed, draw])
+        if min(len(part) for part in parts) >= settings.min_samples:
+            return parts
+    hint = f", dirichlet_alpha = {settings.dirichlet_alpha}" if settings.split == "dirichlet" else ""
+    raise ImpossibleSplit(
+        f"min_samples = {settings.min_samples}: no {settings.split} split gave each of {clients} clients that many"
+        f"{hint}; allowed is less, e.g. {max(1, min(len(part) for part in parts))}"
+    )
+
+
+def label_histograms(parts: list[NDArray], labels: NDArray) -> NDArray:
+    """How many examples of each class each client has, shape (clients, classes)."""
+    classes = int(labels.max()) + 1
+    return np.stack([np.bincount(labels[part], minlength=classes) for part in parts])
+
+
+def _draw(settings: SplitSettings, labels: NDArray, entropy: list[int]) -> list[NDArray]:
+    # flwr_datasets brings pandas and matplotlib; only who splits data waits for them
+    from datasets import Dataset
+    from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner, PathologicalPartitioner
+
+    generator = np.random.default_rng(entropy)
+    order = generator.permutation(len(labels))  # data sets are often sorted, and "iid" takes every n-th example
+    seed = int(generator.integers(2**31))
+    if settings.split == "iid":
+        partitioner = IidPartitioner(settings.clients)
+    elif settings.split == "by_class":
+        partitioner = PathologicalPartitioner(
+            settings.clients, "label", settings.classes_per_client, class_assignment_mode="deterministic", seed=seed
+        )
+    else:
+        partitioner = DirichletPartitioner(
+            settings.clients, "label", settings.dirichlet_alpha, min_partition_size=0, shuffle=False, seed=seed
+        )
+    partitioner.dataset = Dataset.from_dict({"index": order, "label": labels[order]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [
+            np.sort(np.asarray(partitioner.load_partition(i)["index"], dtype=np.int64)) for i in range(settings.clients)
+        ]

@@ -1,0 +1,44 @@
+"""What a task offers: data, a model, a loss and metrics. Write one as a class with these members and name it in
+`tasks.TASKS`; docs/tasks.md shows one in full."""
+
+from collections.abc import Mapping
+from typing import Literal, Protocol, TypedDict
+
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+# Tensors by name, e.g. {"image": (n, 1, 8, 8), "label": (n,)}; their first dimension counts the examples.
+Examples = Mapping[str, Tensor]
+
+
+class Defaults(TypedDict):
+    """Values of settings that stand at "auto"."""
+
+    lr: float
+    weight_decay: float
+
+
+class Task(Protocol):
+    """One data set with the model that learns it. Everything here is a pure function of its arguments."""
+
+    summary: str  # one line for people
+    target: str  # the metric that ranks models, e.g. "accuracy"; higher is better
+    defaults: Mapping[Literal["adamw", "sgd"], Defaults]  # by the family of the local optimizer
+
+    def train_labels(self) -> NDArray:
+        """The class of each training example, shape (n,), int64: what a split goes by."""
+
+    def train_examples(self, indices: NDArray) -> Examples:
+        """The training examples at ``indices``, on the CPU."""
+
+    def test_examples(self) -> Examples:
+        """The held-out examples of the global evaluation, on the CPU."""
+
+    def make_model(self, seed: int) -> nn.Module:
+        """A freshly initialised model, float32 on the CPU."""
+
+    def loss(self, model: nn.Module, batch: Examples) -> Tensor:
+        """The mean training loss over the batch, a scalar."""
+
+    def evaluate(self, model: nn.Module, examples: Examples) -> dict[str, float]:
+        """Means over all examples: ``loss`` and further metrics, ``target`` among them. Model in eval mode."""
