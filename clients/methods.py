@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from clients.optimizers import ActAdamW
+from clients.optimizers import ActAdamW, stability_note
 from clients.settings import LocalSettings
 from strategies import wire
 
@@ -38,12 +38,15 @@ class ClientMethod:
         The optimizer of one round, from the trainable parameters, what the server sent, and the settings.
     returned : callable, optional
         From that optimizer after the round: the records beside the delta, in the order of the parameters.
+    note : callable, optional
+        What people should know about these settings before a run, or None.
     """
 
     local_step: str
     family: Literal["adamw", "sgd"]
     make_optimizer: Callable[[Parameters, Received, LocalSettings], Optimizer]
     returned: Callable[[Optimizer], Mapping[str, Sequence[Tensor]]] = lambda optimizer: {}
+    note: Callable[[LocalSettings], str | None] = lambda settings: None
 
 
 def sgd(parameters: Parameters, received: Received, settings: LocalSettings) -> Optimizer:
@@ -96,10 +99,17 @@ def second_moments(optimizer: Optimizer) -> Mapping[str, Sequence[Tensor]]:
     return {wire.SECOND_MOMENT: optimizer.second_moments()}
 
 
+def edge_of_stability(settings: LocalSettings) -> str | None:
+    alpha = 1 / settings.tau if settings.alpha is None else settings.alpha
+    return stability_note(settings.rho, settings.tau, alpha)
+
+
 CLIENT_METHODS: dict[str, ClientMethod] = {
     "fedavg": ClientMethod("SGD", "sgd", sgd),
     "local_adamw": ClientMethod("AdamW from a fresh state", "adamw", adamw),
     "fedadamw": ClientMethod("ACT-AdamW with phi = 1", "adamw", fedadamw, second_moments),
-    "fedact_local": ClientMethod("ACT-AdamW, scored with u_loc", "adamw", fedact_local, second_moments),
-    "fedact": ClientMethod("ACT-AdamW", "adamw", fedact, second_moments),
+    "fedact_local": ClientMethod(
+        "ACT-AdamW, scored with u_loc", "adamw", fedact_local, second_moments, edge_of_stability
+    ),
+    "fedact": ClientMethod("ACT-AdamW", "adamw", fedact, second_moments, edge_of_stability),
 }

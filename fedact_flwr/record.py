@@ -34,15 +34,23 @@ SUMMARY_FILE = "summary.json"
 COMPLETED, FAILED, INTERRUPTED = "completed", "failed", "interrupted"
 
 
-def record_folder(settings: Settings) -> Path:
-    """The absolute folder of a new record. Raises `SettingsError` where one is there already."""
-    name = settings.name
-    if name == AUTO:
-        name = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{settings.task}-{settings.method}-s{settings.seed}"
-    folder = Path(settings.output).expanduser().resolve() / name
-    if (folder / SETTINGS_FILE).exists():
-        raise SettingsError(f"name = {name!r}: {folder} holds the record of another run; allowed is a new name")
-    return folder
+def make_folder(settings: Settings) -> Path:
+    """Make the folder of a new record and return its absolute path. Raises `SettingsError` where it can't be."""
+    output = Path(settings.output).expanduser().resolve()
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{settings.task}-{settings.method}-s{settings.seed}"
+    names = [settings.name] if settings.name != AUTO else [stem, *(f"{stem}-{n}" for n in range(2, 1000))]
+    try:
+        for name in names:
+            folder = output / name
+            if settings.name == AUTO and folder.exists():
+                continue
+            if (folder / SETTINGS_FILE).exists():
+                raise SettingsError(f"name = {name!r}: {folder} holds the record of another run; allowed is a new name")
+            folder.mkdir(parents=True, exist_ok=settings.name != AUTO)
+            return folder
+    except OSError as error:
+        raise SettingsError(f"output = {settings.output!r}: {error}; allowed is a folder to write to") from None
+    raise SettingsError(f"output = {settings.output!r}: {output / stem} exists a thousand times")
 
 
 class RunRecord:
@@ -56,11 +64,10 @@ class RunRecord:
     """
 
     def __init__(self, settings: Settings, target: str) -> None:
-        self.folder = record_folder(settings)
+        self.folder = make_folder(settings)
         self.target = target
         self.rounds: list[dict[str, Any]] = []
         self._started = time.monotonic()
-        self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / SETTINGS_FILE).open("wb") as file:
             tomli_w.dump(dump(settings), file)
         self._lines = (self.folder / ROUNDS_FILE).open("w")

@@ -1,25 +1,24 @@
 """The ServerApp: one run from its settings to its record."""
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from logging import INFO, WARNING
 
-import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid, ServerApp
 
 from clients.client import exchanged_state, load_state, trainable_parameters
-from clients.device import prepare_device
+from clients.device import UnavailableDevice, prepare_device
 from clients.diagnostics import direction_consistency
 from clients.methods import CLIENT_METHODS
-from clients.optimizers import StabilityWarning, stability_note
 from fedact_flwr.record import RunRecord
-from fedact_flwr.settings import Settings, parse
+from fedact_flwr.settings import Settings, SettingsError, parse
 from strategies import STRATEGIES, wire
 from strategies.seeds import derive_seed
 from strategies.wire import Vectors
 from tasks import TASKS
-from tasks.split import label_histograms, split_indices
+from tasks.split import ImpossibleSplit, label_histograms, split_indices
 
 app = ServerApp()
 
@@ -30,13 +29,19 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def run(settings: Settings, grid: Grid) -> None:
-    """Train as the settings say, over ``grid``. Raises `strategies.RunFailed` where the run can't go on."""
+    """Train as the settings say, over ``grid``.
+
+    Raises `SettingsError` before anything starts, `strategies.RunFailed` where the run can't go on.
+    """
+    check(settings)
     task = TASKS[settings.task]
     device = prepare_device(settings.device, settings.threads)
-    labels = task.train_labels()
-    parts = split_indices(settings, labels, derive_seed(settings.seed, "split"))
+    if note := CLIENT_METHODS[settings.method].note(settings):
+        log(WARNING, note)
     with RunRecord(settings, task.target) as record:
         log(INFO, "record: %s", record.folder)
+        labels = task.train_labels()
+        parts = split_indices(settings, labels, derive_seed(settings.seed, "split"))
         record.write_clients(label_histograms(parts, labels))
         model = task.make_model(derive_seed(settings.seed, "model")).to(device)
         test = {name: tensor.to(device) for name, tensor in task.test_examples().items()}
@@ -67,6 +72,17 @@ def run(settings: Settings, grid: Grid) -> None:
             evaluate_fn=end_round,
         )
         record.write_model(model)
+
+
+def check(settings: Settings) -> None:
+    """What only the machine and the data can tell about the settings. Raises `SettingsError`."""
+    if settings.tensorboard and find_spec("tensorboard") is None:
+        raise SettingsError("tensorboard = true: the package tensorboard is not installed; allowed is false")
+    try:
+        prepare_device(settings.device, settings.threads)
+        split_indices(settings, TASKS[settings.task].train_labels(), derive_seed(settings.seed, "split"))
+    except (UnavailableDevice, ImpossibleSplit) as error:
+        raise SettingsError(str(error)) from None
 
 
 def _consistency(deltas: Sequence[Vectors]) -> Mapping[str, float]:

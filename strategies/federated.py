@@ -101,6 +101,7 @@ class FederatedStrategy(Strategy):
         self._asked: list[tuple[Message, int]] = []  # this round's messages and their partitions
         self._arrays: ArrayRecord | None = None  # the record that `model` was read from or written to
         self._num_asked = 0
+        self._last_failure = "no node answered"
         self._failed_in_a_row = 0
 
     # ---- the method's half
@@ -245,16 +246,19 @@ class FederatedStrategy(Strategy):
         good = []
         for message, partition in self._asked:
             reply = by_question.get(message.metadata.message_id)
-            where = f"round {message.metadata.group_id}, partition {partition}, node {message.metadata.dst_node_id}"
+            failure = None
             if reply is None:
-                log(WARNING, "%s: no reply in time", where)
+                failure = "no reply in time"
             elif reply.has_error():
-                log(WARNING, "%s: the client failed: %s", where, reply.error.reason)
+                failure = f"the client failed: {_last_line(reply.error.reason)}"
             else:
                 try:
                     good.append(read(reply.content, partition))
                 except BadReply as reason:
-                    log(WARNING, "%s: reply refused: %s", where, reason)
+                    failure = f"reply refused: {reason}"
+            if failure:
+                self._last_failure = f"partition {partition}, node {message.metadata.dst_node_id}: {failure}"
+                log(WARNING, "round %s, %s", message.metadata.group_id, self._last_failure)
         self._asked = []
         return good
 
@@ -265,7 +269,7 @@ class FederatedStrategy(Strategy):
         if self._failed_in_a_row >= self.settings.max_failed_rounds:
             raise RunFailed(
                 f"{reason}; {self._failed_in_a_row} failed rounds in a row, "
-                f"max_failed_rounds = {self.settings.max_failed_rounds}. The log names each failed reply."
+                f"max_failed_rounds = {self.settings.max_failed_rounds}; the last failure: {self._last_failure}"
             )
 
     def _weights(self, num_examples: Sequence[int]) -> list[float]:
@@ -284,6 +288,12 @@ class FederatedStrategy(Strategy):
         elif self.settings.beta2 > 0:
             decay = sum(w * self.settings.beta2**k for w, k in zip(weights, num_steps, strict=True))
             self.steps_done += math.log(decay) / math.log(self.settings.beta2)
+
+
+def _last_line(reason: str | None) -> str:
+    """The gist of an error reply, whose reason may hold a whole traceback."""
+    lines = (reason or "").split("'>")[0].strip().splitlines()
+    return lines[-1] if lines else "no reason given"
 
 
 def _weighted_metrics(metrics: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:

@@ -1,0 +1,157 @@
+"""The command `fedact`."""
+
+import logging
+import signal
+import traceback
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from clients.methods import CLIENT_METHODS
+from fedact_flwr.progress import Follow
+from fedact_flwr.record import FAILED, INTERRUPTED, make_folder, read_summary, write_summary
+from fedact_flwr.settings import Settings, SettingsError, dump, parse, read_defaults, read_file, read_override
+from strategies import STRATEGIES, wire
+from tasks import TASKS
+
+BAD_SETTINGS, RUN_FAILED, RUN_INTERRUPTED = 2, 1, 130
+LOG_FILE = "run.log"
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="FedACT on Flower.", pretty_exceptions_enable=False)
+
+
+class Engine(StrEnum):
+    """What carries the messages."""
+
+    flower = "flower"
+    inprocess = "inprocess"
+
+
+@app.command()
+def run(
+    files: Annotated[list[Path] | None, typer.Argument(metavar="[CONF.toml ...]", help="Settings.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting; repeat for more.")
+    ] = None,
+    engine: Annotated[
+        Engine, typer.Option(help="Flower's simulation, or all clients in this process.")
+    ] = Engine.flower,
+) -> None:
+    """Train: the defaults of pyproject.toml, then the files in order, then each --set."""
+    console = Console()
+    try:
+        settings = read_settings(files or [], overrides or [])
+        _check(settings, engine)
+        folder = make_folder(settings)
+        settings = settings.model_copy(update={"output": str(folder.parent), "name": folder.name})
+    except SettingsError as error:
+        _fail(str(error), BAD_SETTINGS)
+
+    console.print(
+        f"{settings.method} on {settings.task}: {settings.clients_per_round} of {settings.clients} clients a round, "
+        f"{settings.rounds} rounds, engine {engine}",
+        highlight=False,
+    )
+    if note := CLIENT_METHODS[settings.method].note(settings):
+        console.print(f"note: {note}", style="yellow", highlight=False)
+    signal.signal(signal.SIGTERM, _interrupt)  # a plain kill ends a run as cleanly as Ctrl-C
+    follow = Follow(folder, settings.rounds, TASKS[settings.task].target, console)
+    try:
+        with follow:
+            _engine(engine, settings, folder / LOG_FILE)()
+    except KeyboardInterrupt:
+        _close(folder, INTERRUPTED, "interrupted")
+        _fail(f"interrupted after {len(follow.lines)} of {settings.rounds} rounds; record: {folder}", RUN_INTERRUPTED)
+    except Exception as error:
+        with (folder / LOG_FILE).open("a") as log:
+            traceback.print_exc(file=log)
+        _close(folder, FAILED, str(error))
+        cause = (read_summary(folder) or {}).get("cause") or error
+        _fail(f"the run failed: {cause}; log: {folder / LOG_FILE}", RUN_FAILED)
+    console.print(follow.table())
+    console.print(f"record: {folder}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def methods() -> None:
+    """List the methods: what a client does, and what travels beside the model and its delta."""
+    table = Table("method", "local step", "broadcast", "returned", "bytes per parameter down / up")
+    for name, strategy in STRATEGIES.items():
+        down, up = (wire.MODEL, *strategy.broadcast), (wire.DELTA, *strategy.returned)
+        table.add_row(
+            name,
+            CLIENT_METHODS[name].local_step,
+            ", ".join(down),
+            ", ".join(up),
+            f"{4 * len(down)} / {4 * len(up)}",
+        )
+    Console().print(table)
+
+
+@app.command()
+def tasks() -> None:
+    """List the tasks."""
+    table = Table("task", "what it is", "target", "lr, weight decay (AdamW)", "(SGD)")
+    for name, task in TASKS.items():
+        values = (f"{d['lr']:g}, {d['weight_decay']:g}" for d in (task.defaults["adamw"], task.defaults["sgd"]))
+        table.add_row(name, task.summary, task.target, *values)
+    Console().print(table)
+
+
+def read_settings(files: list[Path], overrides: list[str]) -> Settings:
+    """Defaults, then files, then overrides. Raises `SettingsError`."""
+    config = read_defaults()
+    for path in files:
+        config |= read_file(path)
+    config |= dict(read_override(text) for text in overrides)
+    return parse(config)
+
+
+def _check(settings: Settings, engine: Engine) -> None:
+    from fedact_flwr.server_app import check
+
+    check(settings)
+    if engine is Engine.flower and settings.device == "cuda" and settings.client_gpus == 0:
+        raise SettingsError(
+            "client_gpus = 0.0: Flower's simulation hides the GPU from clients; with device = 'cuda' allowed is above 0"
+        )
+
+
+def _engine(engine: Engine, settings: Settings, log_path: Path) -> Callable[[], None]:
+    if engine is Engine.flower:
+        from fedact_flwr.simulation import run_simulation
+
+        return lambda: run_simulation(settings, log_path)
+
+    from fedact_flwr.client_app import app as client_app
+    from fedact_flwr.inprocess import run_inprocess
+    from fedact_flwr.server_app import app as server_app
+
+    logger = logging.getLogger("flwr")  # to where Flower's own processes write, so that the terminal stays ours
+    logger.handlers = [logging.FileHandler(log_path)]
+    return lambda: run_inprocess(server_app, client_app, settings.clients, dump(settings))
+
+
+def _close(folder: Path, status: str, cause: str) -> None:
+    """Say in the record how the run ended, unless the ServerApp could."""
+    if read_summary(folder) is None:
+        write_summary(folder, status, cause, {})
+
+
+def _fail(message: str, code: int) -> None:
+    Console(stderr=True).print(f"error: {message}", style="red", highlight=False, soft_wrap=True, markup=False)
+    raise typer.Exit(code)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    app()

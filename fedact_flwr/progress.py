@@ -1,0 +1,104 @@
+"""What a run shows in the terminal: it follows the record, so it works with any engine."""
+
+import json
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fedact_flwr.record import ROUNDS_FILE
+
+POLL_SECONDS = 0.2
+TABLE_ROWS = 12
+
+
+class Follow:
+    """Shows each round of the record in ``folder`` as it is written, while the block runs.
+
+    A progress bar in a terminal, one plain line per round elsewhere.
+    """
+
+    def __init__(self, folder: Path, rounds: int, target: str, console: Console) -> None:
+        self.path = folder / ROUNDS_FILE
+        self.rounds = rounds
+        self.target = target
+        self.console = console
+        self.lines: list[dict[str, Any]] = []
+        self._offset = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._progress = Progress(
+            TextColumn("round {task.completed}/{task.total}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._bar = self._progress.add_task("", total=rounds, status="starting")
+
+    def __enter__(self) -> "Follow":
+        self._progress.start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._progress.stop()
+
+    def table(self) -> Table:
+        """The rounds, thinned to about a dozen, the last among them."""
+        table = Table("round", self.target, "loss", "train loss", "clients", "seconds")
+        step = max(1, len(self.lines) // TABLE_ROWS)
+        for line in self.lines[(len(self.lines) - 1) % step :: step]:
+            clients = f"{line['replies']}" + (f" ({line['failures']} failed)" if line["failures"] else "")
+            metrics = (_number(line.get(key)) for key in (self.target, "loss", "train_loss"))
+            table.add_row(str(line["round"]), *metrics, clients, f"{line['seconds']:.1f}")
+        return table
+
+    def _loop(self) -> None:
+        while not self._ended.wait(POLL_SECONDS):
+            self._read()
+        self._read()
+
+    def _read(self) -> None:
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            for raw in file:
+                if not raw.endswith(b"\n"):
+                    break  # the writer is in the middle of it
+                self._offset += len(raw)
+                self.lines.append(json.loads(raw))
+                self._show(self.lines[-1])
+
+    def _show(self, line: dict[str, Any]) -> None:
+        parts = [f"{key} {_number(line[key])}" for key in (self.target, "loss", "train_loss") if key in line]
+        if line["failures"]:
+            parts.append(f"{line['failures']} failed")
+        parts.append(f"{self._seconds_left():.0f} s left")
+        status = "  ".join(parts)
+        if self.console.is_terminal:
+            self._progress.update(self._bar, completed=line["round"], status=status)
+        else:
+            self.console.print(f"round {line['round']}/{self.rounds}  {status}", highlight=False, soft_wrap=True)
+
+    def _seconds_left(self) -> float:
+        """From the rounds after the first, which also pays for the start."""
+        first, last = self.lines[0], self.lines[-1]
+        per_round = last["seconds"]
+        if last["round"] > first["round"]:
+            per_round = (last["seconds"] - first["seconds"]) / (last["round"] - first["round"])
+        return per_round * (self.rounds - last["round"])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
