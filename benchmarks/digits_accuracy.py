@@ -68,8 +68,9 @@ def main() -> None:
 
     defaults = read_defaults()
     print(
-        f"digits, {arguments.split} (alpha {defaults['dirichlet_alpha']}), {defaults['clients']} clients, "
-        f"{defaults['rounds']} rounds of {defaults['local_steps']} steps; {len(SEEDS)} seeds; {platform.machine()} CPU\n"
+        f"digits, {arguments.split} split (dirichlet_alpha {defaults['dirichlet_alpha']} where it applies), "
+        f"{defaults['clients']} clients, {defaults['rounds']} rounds of {defaults['local_steps']} steps, "
+        f"{len(SEEDS)} seeds, {platform.machine()} CPU\n"
     )
     print("| method | lr | test accuracy %, mean ± sd | by seed |\n|---|---|---|---|")
     for i, method in enumerate(STRATEGIES):

@@ -110,9 +110,7 @@ class FedClient(NumPyClient):
         bookkeeping = {wire.PARTITION: config[wire.PARTITION], wire.NUM_EXAMPLES: n}
         return metrics["loss"], n, metrics | bookkeeping
 
-    def _received(
-        self, parameters: Named, config: Mapping[str, Any], trainable: Mapping[str, Tensor]
-    ) -> Received:
+    def _received(self, parameters: Named, config: Mapping[str, Any], trainable: Mapping[str, Tensor]) -> Received:
         vectors = {
             record: [torch.from_numpy(arrays[name]).to(self.device) for name in trainable]
             for record, arrays in parameters.items()

@@ -50,9 +50,7 @@ class ClientMethod:
 
 
 def sgd(parameters: Parameters, received: Received, settings: LocalSettings) -> Optimizer:
-    return torch.optim.SGD(
-        parameters, received.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
-    )
+    return torch.optim.SGD(parameters, received.lr, momentum=settings.momentum, weight_decay=settings.weight_decay)
 
 
 def adamw(parameters: Parameters, received: Received, settings: LocalSettings) -> Optimizer:

@@ -156,10 +156,10 @@ class ActAdamW(Optimizer):
         _check(score in ("corrected", "local"), "score", score, "'corrected' or 'local'")
         _check(steps_done >= 0, "steps_done", steps_done, "0 or more")
 
-        params = list(params)  # type: ignore[arg-type]
-        if params and isinstance(params[0], Tensor):
-            params = list(dict.fromkeys(params))  # type: ignore[arg-type]
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, rho=rho))
+        given: list[Any] = list(params)
+        if given and isinstance(given[0], Tensor):
+            given = list(dict.fromkeys(given))
+        super().__init__(given, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rho": rho})
         for group in self.param_groups:
             _check(group["lr"] >= 0, "lr", group["lr"], "0 or more")
             _check(all(0 <= b < 1 for b in group["betas"]), "betas", group["betas"], "[0, 1) each")
@@ -204,7 +204,7 @@ class ActAdamW(Optimizer):
             if not active:
                 continue
             gradients = [p.grad for p in active]
-            if any(p.dtype not in (torch.float32, torch.float64) or g.is_sparse for p, g in zip(active, gradients)):
+            if any(p.dtype not in (torch.float32, torch.float64) or p.grad.is_sparse for p in active):
                 raise ValueError("ActAdamW takes dense float32 or float64 parameters; use autocast for bfloat16")
             local, corrected = self._directions(active, gradients, group)
             scored = corrected if self.score == "corrected" else local

@@ -1,7 +1,6 @@
 """The one local training loop."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn

@@ -67,7 +67,10 @@ def run(
             _engine(engine, settings, folder / LOG_FILE)()
     except KeyboardInterrupt:
         _close(folder, INTERRUPTED, "interrupted")
-        _fail(f"interrupted after {len(follow.lines)} of {settings.rounds} rounds; record: {folder}", RUN_INTERRUPTED)
+        _fail(
+            f"interrupted after {len(follow.lines)} of {settings.rounds} rounds; record: {folder}",
+            RUN_INTERRUPTED,
+        )
     except Exception as error:
         with (folder / LOG_FILE).open("a") as log:
             traceback.print_exc(file=log)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import cast
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -29,14 +30,14 @@ def train(message: Message, context: Context) -> Message:
     client = _client(message, context)
     returned, _, metrics = client.fit(_named_arrays(message), _config(message))
     records = {name: wire.to_record(vectors) for name, vectors in returned.items()}
-    return Message(RecordDict({**records, wire.METRICS: MetricRecord(metrics)}), reply_to=message)
+    return Message(RecordDict({**records, wire.METRICS: MetricRecord(dict(metrics))}), reply_to=message)
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     client = _client(message, context)
     _, _, metrics = client.evaluate(_named_arrays(message), _config(message))
-    return Message(RecordDict({wire.METRICS: MetricRecord(metrics)}), reply_to=message)
+    return Message(RecordDict({wire.METRICS: MetricRecord(dict(metrics))}), reply_to=message)
 
 
 @app.query(wire.HOSTED_QUERY.removeprefix("query."))
@@ -84,7 +85,7 @@ def _settings(context: Context) -> Settings:
 
 
 def _client(message: Message, context: Context) -> FedClient:
-    return _workplace(_settings(context)).client(_config(message)[wire.PARTITION])
+    return _workplace(_settings(context)).client(cast(int, _config(message)[wire.PARTITION]))
 
 
 def _named_arrays(message: Message) -> Mapping[str, wire.Vectors]:

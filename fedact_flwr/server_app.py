@@ -62,7 +62,7 @@ def run(settings: Settings, grid: Grid) -> None:
                 load_state(model, strategy.model)
                 metrics = task.evaluate(model, test)
             record.write_round(strategy.round_metrics | metrics)
-            return MetricRecord(metrics) if metrics else None
+            return MetricRecord(dict(metrics)) if metrics else None
 
         strategy.start(
             grid,

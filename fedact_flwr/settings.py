@@ -81,9 +81,7 @@ def parse(config: Mapping[str, Any]) -> Settings:
 
     resolved = dict(config)
     defaults = TASKS[config["task"]].defaults[CLIENT_METHODS[config["method"]].family]
-    for key in ("lr", "weight_decay"):
-        if resolved[key] == AUTO:
-            resolved[key] = defaults[key]
+    resolved |= {key: value for key, value in defaults.items() if resolved[key] == AUTO}
     for key in ("alpha", "gamma"):
         if resolved[key] == AUTO:
             resolved[key] = None

@@ -4,6 +4,7 @@ The SuperLink that `flwr run` starts by itself outlives it, is shared by all run
 dependencies anew unless told otherwise. This one has its own home and port, installs nothing, and ends with the run.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -114,10 +115,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal(process: psutil.Process, number: int) -> None:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(number)
-    except psutil.NoSuchProcess:
-        pass
 
 
 def _wait_until_healthy(port: int, superlink: subprocess.Popen[bytes]) -> None:

@@ -88,7 +88,10 @@ class FederatedStrategy(Strategy):
     returned: ClassVar[tuple[str, ...]] = ()  # records returned beside the delta
 
     def __init__(
-        self, settings: ServerSettings, buffers: frozenset[str] = frozenset(), diagnose: Diagnose | None = None
+        self,
+        settings: ServerSettings,
+        buffers: frozenset[str] = frozenset(),
+        diagnose: Diagnose | None = None,
     ) -> None:
         self.settings = settings
         self.buffers = buffers
@@ -134,7 +137,7 @@ class FederatedStrategy(Strategy):
         self.round_metrics |= {"replies": len(good), "failures": self._num_asked - len(good)}
         if len(good) < self.settings.min_replies:
             self._count_failed_round(server_round, len(good))
-            return None, MetricRecord(self.round_metrics)
+            return None, MetricRecord(dict(self.round_metrics))
         self._failed_in_a_row = 0
 
         weights = self._weights([reply.num_examples for reply in good])
@@ -145,7 +148,7 @@ class FederatedStrategy(Strategy):
         self._count_steps([reply.num_steps for reply in good], weights)
 
         self._arrays = wire.to_record(self.model)
-        return self._arrays, MetricRecord(self.round_metrics)
+        return self._arrays, MetricRecord(dict(self.round_metrics))
 
     def move(self, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """``x <- x + server_lr * sum_i weights[i] delta_i``, for buffers with a step of 1.
@@ -180,10 +183,8 @@ class FederatedStrategy(Strategy):
         if not good:
             return None
         weights = self._weights([metrics[wire.NUM_EXAMPLES] for metrics in good])
-        self.round_metrics |= {
-            f"client_{key}": value for key, value in _weighted_metrics(good, weights).items()
-        }
-        return MetricRecord(self.round_metrics)
+        self.round_metrics |= {f"client_{key}": value for key, value in _weighted_metrics(good, weights).items()}
+        return MetricRecord(dict(self.round_metrics))
 
     def summary(self) -> None:
         log(
@@ -212,9 +213,7 @@ class FederatedStrategy(Strategy):
         """The trainable part of ``vectors``."""
         return {name: array for name, array in vectors.items() if name not in self.buffers}
 
-    def _ask(
-        self, kind: str, server_round: int, records: Mapping[str, ArrayRecord], grid: Grid
-    ) -> list[Message]:
+    def _ask(self, kind: str, server_round: int, records: Mapping[str, ArrayRecord], grid: Grid) -> list[Message]:
         """One message to each sampled partition, whose number and seed stand in its config record."""
         settings = self.settings
         generator = np.random.default_rng(derive_seed(settings.seed, server_round, kind, "sample"))
@@ -272,7 +271,7 @@ class FederatedStrategy(Strategy):
                 f"max_failed_rounds = {self.settings.max_failed_rounds}; the last failure: {self._last_failure}"
             )
 
-    def _weights(self, num_examples: Sequence[int]) -> list[float]:
+    def _weights(self, num_examples: Sequence[float]) -> list[float]:
         if self.settings.weighting == "uniform":
             return [1 / len(num_examples)] * len(num_examples)
         return [n / sum(num_examples) for n in num_examples]

@@ -43,9 +43,7 @@ class Hosts:
         connected = set(grid.get_node_ids())
         self._hosted = {node: hosted for node, hosted in self._hosted.items() if node in connected}
         # sorted: the order in which nodes are asked must not depend on the set's hashing
-        questions = [
-            Message(RecordDict(), node, wire.HOSTED_QUERY) for node in sorted(connected - self._hosted.keys())
-        ]
+        questions = [Message(RecordDict(), node, wire.HOSTED_QUERY) for node in sorted(connected - self._hosted.keys())]
         if not questions:
             return
         for answer in grid.send_and_receive(questions, timeout=self.node_timeout):

@@ -42,8 +42,8 @@ HOSTED = "hosted"
 
 
 def to_record(vectors: Vectors) -> ArrayRecord:
-    """Named arrays as a Flower record."""
-    return ArrayRecord({name: Array(np.ascontiguousarray(a) if a.ndim else a) for name, a in vectors.items()})
+    """Named arrays as a Flower record; NumPy scalars, which arithmetic makes of 0-d arrays, are arrays again."""
+    return ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in vectors.items()})
 
 
 def from_record(record: ArrayRecord) -> dict[str, NDArray]:

@@ -61,8 +61,8 @@ def split_indices(settings: SplitSettings, labels: NDArray, seed: int) -> list[N
             )
         if clients + settings.classes_per_client <= classes:
             raise ImpossibleSplit(
-                f"classes_per_client = {settings.classes_per_client}: {clients} clients leave some of {classes} classes "
-                f"without an owner; allowed is {classes - clients + 1} to {classes}"
+                f"classes_per_client = {settings.classes_per_client}: {clients} clients leave some of the "
+                f"{classes} classes without an owner; allowed is {classes - clients + 1} to {classes}"
             )
         owners = -(-clients * settings.classes_per_client // classes)
         if owners > np.bincount(labels)[np.unique(labels)].min():
@@ -99,11 +99,20 @@ def _draw(settings: SplitSettings, labels: NDArray, entropy: list[int]) -> list[
         partitioner = IidPartitioner(settings.clients)
     elif settings.split == "by_class":
         partitioner = PathologicalPartitioner(
-            settings.clients, "label", settings.classes_per_client, class_assignment_mode="deterministic", seed=seed
+            settings.clients,
+            "label",
+            settings.classes_per_client,
+            class_assignment_mode="deterministic",
+            seed=seed,
         )
     else:
         partitioner = DirichletPartitioner(
-            settings.clients, "label", settings.dirichlet_alpha, min_partition_size=0, shuffle=False, seed=seed
+            settings.clients,
+            "label",
+            settings.dirichlet_alpha,
+            min_partition_size=0,
+            shuffle=False,
+            seed=seed,
         )
     partitioner.dataset = Dataset.from_dict({"index": order, "label": labels[order]})
     with warnings.catch_warnings():

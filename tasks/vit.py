@@ -12,7 +12,15 @@ class ViT(nn.Module):
     """
 
     def __init__(
-        self, image_size: int, patch: int, channels: int, classes: int, width: int, depth: int, heads: int, mlp: int
+        self,
+        image_size: int,
+        patch: int,
+        channels: int,
+        classes: int,
+        width: int,
+        depth: int,
+        heads: int,
+        mlp: int,
     ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)

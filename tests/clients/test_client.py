@@ -1,0 +1,230 @@
+"""The NumPyClient and the training loop on a toy model with a buffer, a counter, a frozen and a tied parameter."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.client import NumPyClient
+from torch import Tensor, nn
+
+from clients.client import FedClient, exchanged_state, load_state
+from clients.device import UnavailableDevice, prepare_device
+from clients.methods import CLIENT_METHODS
+from clients.optimizers import ActAdamW
+from clients.training import batches, train
+from fedact_flwr.settings import Settings
+from strategies import STRATEGIES, wire
+from tasks.task import Examples
+
+MakeSettings = Callable[..., Settings]
+
+
+class Toy(nn.Module):
+    """y = head(norm(x)) + tail(x), with tail's weight tied to head's and head's bias frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 2)
+        self.tail = nn.Linear(3, 2, bias=False)
+        self.tail.weight = self.head.weight
+        self.head.bias.requires_grad_(False)
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x)) + self.tail(x)
+
+
+class ToyTask:
+    def loss(self, model: nn.Module, batch: Examples) -> Tensor:
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+    def evaluate(self, model: nn.Module, examples: Examples) -> dict[str, float]:
+        model.eval()
+        with torch.no_grad():
+            accuracy = (model(examples["x"]).argmax(1) == examples["y"]).float().mean().item()
+            return {"loss": self.loss(model, examples).item(), "accuracy": accuracy}
+
+
+def toy_examples(n: int = 30) -> Examples:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 3, generator=generator)
+    return {"x": x, "y": (x[:, 0] > 0).long()}
+
+
+def toy_model() -> Toy:
+    torch.manual_seed(3)
+    return Toy()
+
+
+def make_client(settings: Settings, n: int = 30) -> FedClient:
+    return FedClient(ToyTask(), toy_model(), toy_examples(n), toy_examples(n=8), settings)  # type: ignore[arg-type]
+
+
+def message_for(method: str, **config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    model = {name: t.detach().numpy().copy() for name, t in exchanged_state(toy_model()).items()}
+    trainable = {name: model[name] for name in ("norm.weight", "norm.bias", "head.weight")}
+    zeros = {name: np.zeros_like(x) for name, x in trainable.items()}
+    records = {wire.MODEL: model, **dict.fromkeys(STRATEGIES[method].broadcast, zeros)}
+    return records, {wire.PARTITION: 4, wire.SEED: 11, wire.LR: 0.05, wire.STEPS_DONE: 0.0} | config
+
+
+def test_only_trainable_parameters_and_persistent_buffers_travel() -> None:
+    assert list(exchanged_state(toy_model())) == [
+        "norm.weight", "norm.bias", "head.weight", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
+    ]  # fmt: skip
+
+
+def test_a_model_with_other_names_is_refused() -> None:
+    arrays = {name: t.detach().numpy() for name, t in exchanged_state(toy_model()).items()}
+    with pytest.raises(ValueError, match=r"norm\.bias"):
+        load_state(toy_model(), {name: a for name, a in arrays.items() if name != "norm.bias"})
+
+
+@pytest.mark.parametrize("method", CLIENT_METHODS)
+def test_fit_returns_what_the_server_half_expects(method: str, make_settings: MakeSettings) -> None:
+    client = make_client(make_settings(method=method, local_steps=7))
+    assert isinstance(client, NumPyClient)
+    parameters, config = message_for(method)
+    returned, n, metrics = client.fit(parameters, config)
+    assert returned.keys() == {wire.DELTA, *STRATEGIES[method].returned}
+    assert returned[wire.DELTA].keys() == parameters[wire.MODEL].keys()
+    for record in STRATEGIES[method].returned:
+        assert returned[record].keys() == {"norm.weight", "norm.bias", "head.weight"}
+        assert all((v >= 0).all() and v.any() for v in returned[record].values())
+    assert returned[wire.DELTA]["norm.num_batches_tracked"] == 7
+    assert returned[wire.DELTA]["head.weight"].any()
+    assert (n, metrics[wire.NUM_STEPS], metrics[wire.PARTITION]) == (30, 7, 4)
+
+
+@pytest.mark.parametrize("method", CLIENT_METHODS)
+def test_fit_is_a_function_of_message_and_seed(method: str, make_settings: MakeSettings) -> None:
+    client = make_client(make_settings(method=method))
+    parameters, config = message_for(method)
+    first = client.fit(parameters, config)[0]
+    client.fit(parameters, config | {wire.SEED: 99})  # leaves its traces in the shared model
+    again = client.fit(parameters, config)[0]
+    other = client.fit(parameters, config | {wire.SEED: 99})[0]
+    assert first[wire.DELTA]["head.weight"].tobytes() == again[wire.DELTA]["head.weight"].tobytes()
+    assert first[wire.DELTA]["head.weight"].tobytes() != other[wire.DELTA]["head.weight"].tobytes()
+
+
+@pytest.mark.parametrize("method", CLIENT_METHODS)
+def test_one_client_equals_its_local_optimizer(method: str, make_settings: MakeSettings) -> None:
+    settings = make_settings(method=method, local_steps=5)
+    returned, _, _ = make_client(settings).fit(*message_for(method))
+    model = toy_model()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = {
+        "fedavg": lambda: torch.optim.SGD(parameters, 0.05, weight_decay=0.001),
+        "local_adamw": lambda: torch.optim.AdamW(parameters, 0.05, weight_decay=0.01),
+        "fedadamw": lambda: ActAdamW(parameters, 0.05, tau=1),
+        "fedact_local": lambda: ActAdamW(parameters, 0.05, score="local"),
+        "fedact": lambda: ActAdamW(parameters, 0.05),
+    }[method]
+    stream = batches(toy_examples(), settings.batch_size, torch.Generator().manual_seed(11))
+    start = model.head.weight.detach().clone()
+    train(model, ToyTask().loss, stream, optimizer(), 5)
+    delta = (model.head.weight.detach() - start).numpy()
+    np.testing.assert_array_equal(returned[wire.DELTA]["head.weight"], delta)
+
+
+def test_fedadamw_equals_fedact_with_tau_1(make_settings: MakeSettings) -> None:
+    adamw = make_client(make_settings(method="fedadamw", tau=0.3)).fit(*message_for("fedadamw"))[0]
+    act = make_client(make_settings(method="fedact", tau=1.0)).fit(*message_for("fedact"))[0]
+    for record in adamw:
+        for name in adamw[record]:
+            assert adamw[record][name].tobytes() == act[record][name].tobytes()
+
+
+def test_fedact_local_differs_from_fedact_once_there_is_a_correction(make_settings: MakeSettings) -> None:
+    """With Delta_G = 0 both scores order alike; with it they don't."""
+    deltas = {}
+    for scale in (0.0, 5.0):
+        for method in ("fedact", "fedact_local"):
+            parameters, config = message_for(method)
+            head = np.linspace(-scale, scale, 6, dtype=np.float32).reshape(2, 3)
+            parameters[wire.CORRECTION] = parameters[wire.CORRECTION] | {"head.weight": head}
+            returned, _, _ = make_client(make_settings(method=method)).fit(parameters, config)
+            deltas[method, scale] = returned[wire.DELTA]["head.weight"].tobytes()
+    assert deltas["fedact", 0.0] == deltas["fedact_local", 0.0]
+    assert deltas["fedact", 5.0] != deltas["fedact_local", 5.0]
+
+
+def test_trust_diagnostics_can_be_off(make_settings: MakeSettings) -> None:
+    on = make_client(make_settings()).fit(*message_for("fedact"))[2]
+    off = make_client(make_settings(diagnostics=False)).fit(*message_for("fedact"))[2]
+    assert 0 <= on["positive_score_ratio"] <= 1
+    assert 0.1 <= on["top_score_mass"] <= 1  # the largest tenth carries at least a tenth
+    assert not {"positive_score_ratio", "top_score_mass"} & off.keys()
+
+
+def test_local_epochs_set_the_number_of_steps(make_settings: MakeSettings) -> None:
+    client = make_client(make_settings(local_epochs=3, batch_size=16))
+    assert client.fit(*message_for("fedact"))[2][wire.NUM_STEPS] == 6  # 3 passes of ceil(30 / 16)
+
+
+def test_bfloat16_compute_keeps_float32_state(make_settings: MakeSettings) -> None:
+    exact = make_client(make_settings()).fit(*message_for("fedact"))[0]
+    rounded = make_client(make_settings(precision="bfloat16")).fit(*message_for("fedact"))[0]
+    assert rounded[wire.DELTA]["head.weight"].dtype == np.float32
+    assert rounded[wire.SECOND_MOMENT]["head.weight"].dtype == np.float32
+    assert rounded[wire.DELTA]["head.weight"].tobytes() != exact[wire.DELTA]["head.weight"].tobytes()
+
+
+def test_clipping_comes_before_the_moments(make_settings: MakeSettings) -> None:
+    returned, _, _ = make_client(make_settings(clip_norm=1e-3, local_steps=1)).fit(*message_for("fedact"))
+    squared_norm = sum(v.sum() for v in returned[wire.SECOND_MOMENT].values()) / 0.001  # v = (1 - b2) g g
+    assert squared_norm == pytest.approx(1e-6, rel=1e-3)
+
+
+def test_evaluate_uses_the_held_out_examples(make_settings: MakeSettings) -> None:
+    loss, n, metrics = make_client(make_settings()).evaluate(*message_for("fedact"))
+    assert n == metrics[wire.NUM_EXAMPLES] == 8
+    assert loss == metrics["loss"] > 0
+
+
+# ---- batches
+
+
+def test_batches_pass_over_the_data_in_fresh_orders() -> None:
+    examples = {"x": torch.arange(10)}
+    stream = batches(examples, 4, torch.Generator().manual_seed(0))
+    drawn = torch.cat([next(stream)["x"] for _ in range(5)]).tolist()
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+    assert drawn[:10] != drawn[10:]
+
+
+def test_a_client_smaller_than_a_batch_cycles_its_data() -> None:
+    stream = batches({"x": torch.arange(3)}, 8, torch.Generator().manual_seed(0))
+    for _ in range(4):
+        assert sorted(next(stream)["x"].tolist()) == [0, 1, 2]
+
+
+def test_one_example_is_enough(make_settings: MakeSettings) -> None:
+    """BatchNorm can't train on one example; a model without it can."""
+    model, task = nn.Linear(3, 2), ToyTask()
+    loss = train(
+        model,
+        task.loss,
+        batches(toy_examples(1), 16, torch.Generator().manual_seed(0)),
+        torch.optim.SGD(model.parameters(), 0.1),
+        steps=3,
+    )
+    assert np.isfinite(loss)
+
+
+# ---- device
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    missing = next(d for d in ("mps", "cuda") if d != prepare_device("auto", 1).type)
+    with pytest.raises(UnavailableDevice, match=f"device = '{missing}'.*'cpu'"):
+        prepare_device(missing, 1)
+
+
+def test_threads_are_set() -> None:
+    prepare_device("cpu", 1)
+    assert torch.get_num_threads() == 1

@@ -1,0 +1,104 @@
+"""The command, as people call it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedact_flwr.cli import app
+from strategies import STRATEGIES
+from tasks import TASKS
+
+SMALL = ["clients=3", "clients_per_round=2", "rounds=2", "local_steps=2", "device=cpu", "rho=0.3"]
+
+
+def fedact(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    return result.exit_code, result.output
+
+
+def sets(*settings: str) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def test_run_shows_rounds_and_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text("rounds = 7\nlocal_steps = 1\nmethod = 'fedavg'\n")
+    (tmp_path / "b.toml").write_text("rounds = 5\nname = 'mine'\n")
+    code, output = fedact("run", "a.toml", "b.toml", "--engine", "inprocess", *sets(*SMALL, "method=fedadamw"))
+    assert code == 0, output
+    assert "fedadamw on digits: 2 of 3 clients a round, 2 rounds" in output
+    assert "round 2/2  accuracy 0." in output
+    assert "s left" in output
+    folder = tmp_path / "runs" / "mine"  # output is relative to where the user stands
+    assert f"record: {folder}" in output
+    assert len((folder / "rounds.jsonl").read_text().splitlines()) == 2
+    assert "[ROUND 2/2]" in (folder / "run.log").read_text()  # Flower's log
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("rho=2", "error: rho = 2: allowed is a number at least 0 and at most 1"),
+        ("method=sgd", "error: method = 'sgd': allowed is one of fedavg"),
+        ("clients_per_round=11", "error: clients_per_round = 11: allowed is 1 to 10"),
+        ("min_samples=500", "error: min_samples = 500: "),
+        ("nonsense", "error: --set nonsense: expected key=value"),
+        ("output=/proc/nowhere", "error: output = '/proc/nowhere': "),
+    ],
+)
+def test_wrong_settings_end_in_one_line_and_exit_code_2(setting: str, message: str, tmp_path: Path) -> None:
+    code, output = fedact("run", *sets(f"output={tmp_path}", setting))
+    assert code == 2
+    assert output.startswith(message)
+    assert output.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_key_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "conf.toml").write_text("rouns = 3\n")
+    code, output = fedact("run", str(tmp_path / "conf.toml"))
+    assert code == 2
+    assert "error: rouns = 3: no such setting (did you mean rounds?)" in output
+
+
+def test_a_failed_run_exits_1_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.digits.Digits.loss", lambda *_: (_ for _ in ()).throw(RuntimeError("no more memory")))
+    code, output = fedact("run", "--engine", "inprocess", *sets(*SMALL, f"output={tmp_path}", "max_failed_rounds=1"))
+    assert code == 1
+    assert "error: the run failed: RunFailed: round 1: 0 good replies" in output
+    assert "no more memory" in output
+
+
+def test_ctrl_c_ends_the_run_cleanly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedact_flwr.cli", "run", "--engine", "inprocess"]
+    process = subprocess.Popen(
+        [*command, *sets("rounds=1000", "name=run", f"output={tmp_path}", "device=cpu")],
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ | {"COLUMNS": "200"},
+    )  # fmt: skip
+    rounds = tmp_path / "run" / "rounds.jsonl"
+    deadline = time.monotonic() + 60
+    while not (rounds.exists() and rounds.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert error.startswith("error: interrupted after")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_methods_and_tasks_are_listed() -> None:
+    code, output = fedact("methods")
+    assert code == 0
+    assert all(name in output for name in STRATEGIES)
+    assert "model, correction, second_moment" in output
+    assert "12 / 8" in output
+    code, output = fedact("tasks")
+    assert code == 0
+    assert all(name in output for name in TASKS)

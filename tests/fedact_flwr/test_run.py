@@ -1,0 +1,167 @@
+"""Whole runs in one process, and what their records hold."""
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from fedact_flwr import server_app
+from fedact_flwr.client_app import app as client_app
+from fedact_flwr.inprocess import run_inprocess
+from fedact_flwr.record import RunRecord
+from fedact_flwr.server_app import app as run_server
+from fedact_flwr.settings import Settings, SettingsError, dump, parse
+from strategies import STRATEGIES, RunFailed
+from tasks import TASKS
+
+MakeSettings = Callable[..., Settings]
+SMALL: dict[str, Any] = {"clients": 4, "clients_per_round": 3, "rounds": 3, "local_steps": 3, "name": "run"}
+
+
+def run(settings: Settings, nodes: int | None = None) -> Path:
+    run_inprocess(run_server, client_app, nodes or settings.clients, dump(settings))
+    return Path(settings.output) / settings.name
+
+
+def rounds_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+
+
+def test_the_record_of_a_run(make_settings: MakeSettings) -> None:
+    settings = make_settings(**SMALL, tensorboard=True)
+    folder = run(settings)
+    with (folder / "settings.toml").open("rb") as file:
+        assert parse(tomllib.load(file)) == settings
+    rounds = rounds_of(folder)
+    assert [line["round"] for line in rounds] == [1, 2, 3]
+    assert {"accuracy", "loss", "train_loss", "replies", "failures", "lr", "seconds"} <= rounds[0].keys()
+    assert {"direction_consistency", "positive_score_ratio", "top_score_mass"} <= rounds[0].keys()
+    assert rounds[0]["replies"] == 3
+    clients = json.loads((folder / "clients.json").read_text())
+    assert [c["client"] for c in clients] == [0, 1, 2, 3]
+    assert sum(c["examples"] for c in clients) == 1437
+    assert (
+        np.sum([c["labels"] for c in clients], axis=0).tolist() == np.bincount(TASKS["digits"].train_labels()).tolist()
+    )
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["rounds"]) == ("completed", 3)
+    assert summary["final"] == rounds[-1]
+    assert summary["best"]["accuracy"] == max(line["accuracy"] for line in rounds)
+    assert list((folder / "tensorboard").glob("events.*"))
+
+
+def test_the_final_model_is_the_one_evaluated_last(make_settings: MakeSettings) -> None:
+    from safetensors.torch import load_model
+
+    folder = run(make_settings(**SMALL))
+    task = TASKS["digits"]
+    model = task.make_model(0)
+    load_model(model, folder / "model.safetensors")
+    metrics = task.evaluate(model, task.test_examples())
+    assert metrics == {key: rounds_of(folder)[-1][key] for key in metrics}
+
+
+@pytest.mark.parametrize("method", STRATEGIES)
+def test_every_method_learns(method: str, make_settings: MakeSettings) -> None:
+    """iid, so that a handful of steps shows it: the test loss falls by a tenth at least."""
+    settings = make_settings(
+        method=method, split="iid", clients=2, clients_per_round=2, rounds=4, local_steps=15, name="run"
+    )
+    losses = [line["loss"] for line in rounds_of(run(settings))]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_same_settings_same_bits_on_any_number_of_nodes(make_settings: MakeSettings) -> None:
+    models = []
+    for i, nodes in enumerate((4, 4, 1, 3, 7)):
+        folder = run(make_settings(**(SMALL | {"name": f"{i}"})), nodes)
+        models.append((folder / "model.safetensors").read_bytes())
+    assert len(set(models)) == 1
+    other = run(make_settings(**(SMALL | {"name": "other", "seed": 1})))
+    assert (other / "model.safetensors").read_bytes() != models[0]
+
+
+def test_diagnostics_and_evaluation_off(make_settings: MakeSettings) -> None:
+    rounds = rounds_of(run(make_settings(**SMALL, diagnostics=False, evaluate_every=2)))
+    assert ["accuracy" in line for line in rounds] == [False, True, True]  # every second, and the last
+    assert not {"direction_consistency", "positive_score_ratio", "top_score_mass"} & rounds[0].keys()
+
+
+def test_clients_evaluate_on_what_they_hold_out(make_settings: MakeSettings) -> None:
+    settings = make_settings(**SMALL, client_evaluation=True, holdout=0.25)
+    rounds = rounds_of(run(settings))
+    assert all(0 <= line["client_accuracy"] <= 1 for line in rounds)
+    everything = rounds_of(run(make_settings(**(SMALL | {"name": "all"}))))
+    for part, whole in zip(rounds, everything, strict=True):
+        held = part["client_num_examples"]
+        assert held > 0
+        assert part["num_examples"] < whole["num_examples"]
+
+
+def test_epochs_let_clients_differ_in_steps(make_settings: MakeSettings) -> None:
+    rounds = rounds_of(run(make_settings(**SMALL, local_epochs=1, batch_size=32)))
+    assert rounds[0]["num_steps"] % 1 != 0 or rounds[1]["num_steps"] % 1 != 0  # a mean of different K_i
+    assert all(np.isfinite(line["loss"]) for line in rounds)
+
+
+def test_a_failed_run_raises_and_says_so_in_its_record(
+    make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.digits.Digits.loss", lambda *_: (_ for _ in ()).throw(RuntimeError("no more memory")))
+    settings = make_settings(**SMALL, max_failed_rounds=2)
+    with pytest.raises(RunFailed, match=r"2 failed rounds in a row.*no more memory"):
+        run(settings)
+    folder = Path(settings.output) / "run"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "no more memory" in summary["cause"]
+    assert [line["failures"] for line in rounds_of(folder)] == [3]
+    assert not (folder / "model.safetensors").exists()
+
+
+def test_interruption_is_in_the_record(make_settings: MakeSettings) -> None:
+    settings = make_settings(**SMALL)
+    with pytest.raises(KeyboardInterrupt), RunRecord(settings, "accuracy") as record:
+        raise KeyboardInterrupt
+    assert json.loads((record.folder / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_a_record_is_never_overwritten(make_settings: MakeSettings) -> None:
+    settings = make_settings(**SMALL)
+    folder = run(settings)
+    before = (folder / "rounds.jsonl").read_text()
+    with pytest.raises(SettingsError, match=r"name = 'run': .*allowed is a new name"):
+        run(settings)
+    assert (folder / "rounds.jsonl").read_text() == before
+
+
+def test_automatic_names_never_collide(make_settings: MakeSettings) -> None:
+    settings = make_settings()
+    folders = [RunRecord(settings, "accuracy").folder for _ in range(3)]
+    assert len(set(folders)) == 3
+
+
+def test_values_that_are_not_finite_are_null(make_settings: MakeSettings) -> None:
+    with RunRecord(make_settings(**SMALL), "accuracy") as record:
+        record.write_round({"round": 1, "loss": float("nan"), "accuracy": 0.5})
+    assert rounds_of(record.folder)[0]["loss"] is None
+
+
+def test_what_only_the_machine_knows_is_checked_before_anything_starts(make_settings: MakeSettings) -> None:
+    for wrong, message in (
+        ({"min_samples": 1000}, "min_samples = 1000"),
+        ({"device": "mps"}, "device = 'mps'"),
+    ):
+        settings = make_settings(**wrong)
+        with pytest.raises(SettingsError, match=message):
+            server_app.check(settings)
+
+
+def test_model_bytes_are_readable_without_torch(make_settings: MakeSettings) -> None:
+    tensors = load_file(run(make_settings(**SMALL)) / "model.safetensors")
+    assert tensors["head.weight"].shape == (10, 64)

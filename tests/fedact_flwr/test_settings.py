@@ -1,0 +1,106 @@
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from fedact_flwr.settings import (
+    PROJECT,
+    Settings,
+    SettingsError,
+    dump,
+    parse,
+    read_defaults,
+    read_file,
+    read_override,
+)
+
+DEFAULTS = read_defaults()
+
+
+def test_pyproject_holds_every_setting_and_no_other() -> None:
+    assert DEFAULTS.keys() == Settings.model_fields.keys()
+
+
+def test_every_default_has_a_comment() -> None:
+    lines = (PROJECT / "pyproject.toml").read_text().splitlines()
+    table = lines[lines.index("[tool.flwr.app.config]") + 1 :]
+    settings = [line for line in table[: table.index("[tool.pytest.ini_options]")] if " = " in line]
+    assert len(settings) == len(DEFAULTS)
+    assert all("#" in line for line in settings)
+
+
+@pytest.mark.parametrize("path", sorted((PROJECT / "conf").rglob("*.toml")), ids=lambda p: p.stem)
+def test_files_in_conf_are_valid(path: Path) -> None:
+    parse(DEFAULTS | read_file(path))
+
+
+def test_auto_takes_the_tasks_value_for_the_methods_family() -> None:
+    adamw, sgd = parse(DEFAULTS), parse(DEFAULTS | {"method": "fedavg"})
+    assert (adamw.lr, adamw.weight_decay) == (2e-3, 0.01)
+    assert (sgd.lr, sgd.weight_decay) == (0.1, 0.001)
+    assert parse(DEFAULTS | {"lr": 0.5}).lr == 0.5
+
+
+def test_settings_are_frozen_and_dump_is_read_back() -> None:
+    settings = parse(DEFAULTS | {"gamma": 0.25})
+    with pytest.raises(ValueError, match="frozen"):
+        settings.rho = 0.1  # type: ignore[misc]
+    assert parse(tomllib.loads(tomli_w.dumps(dump(settings)))) == settings
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("method", "fedsgd", "fedavg, local_adamw, fedadamw, fedact_local, fedact"),
+        ("task", "mnist", "digits"),
+        ("rho", 1.5, "at least 0 and at most 1"),
+        ("tau", 0.0, "above 0 and at most 1"),
+        ("tau", float("nan"), "above 0"),
+        ("alpha", -1.0, 'at least 0 or "auto"'),
+        ("lr", "fast", 'a number above 0 or "auto"'),
+        ("beta2", 1.0, "below 1"),
+        ("rounds", "3", "a whole number above 0"),
+        ("rounds", 2.5, "a whole number"),
+        ("rounds", True, "a whole number"),
+        ("split", "random", "'dirichlet', 'iid', 'by_class'"),
+        ("tensorboard", 1, "true or false"),
+        ("output", 3, "a string"),
+        ("clients_per_round", 11, "1 to 10"),
+        ("min_replies", 11, "1 to 10"),
+        ("lr_min", 1.0, "0 to 0.002"),
+        ("rouns", 3, "did you mean rounds"),
+    ],
+)
+def test_errors_are_one_line_with_key_value_and_what_is_allowed(key: str, value: object, allowed: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse(DEFAULTS | {key: value})
+    message = str(caught.value)
+    assert message.startswith(f"{key} = {value!r}: ")
+    assert allowed in message
+    assert "\n" not in message
+
+
+def test_client_evaluation_needs_held_out_examples() -> None:
+    with pytest.raises(SettingsError, match=r"holdout = 0\.0: .*above 0, to 0\.5"):
+        parse(DEFAULTS | {"client_evaluation": True})
+    with pytest.raises(SettingsError, match=r"min_samples = 1: .*at least 2"):
+        parse(DEFAULTS | {"holdout": 0.2, "min_samples": 1})
+
+
+def test_overrides_are_toml_or_bare_words() -> None:
+    assert read_override("rounds=3") == ("rounds", 3)
+    assert read_override("lr = 1e-3") == ("lr", 1e-3)
+    assert read_override("method=fedavg") == read_override("method='fedavg'") == ("method", "fedavg")
+    assert read_override("diagnostics=false") == ("diagnostics", False)
+    with pytest.raises(SettingsError, match="key=value"):
+        read_override("rounds")
+
+
+def test_unreadable_files_are_named(tmp_path: Path, make_settings: Callable) -> None:
+    with pytest.raises(SettingsError, match=r"none\.toml: No such file"):
+        read_file(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("rounds 3")
+    with pytest.raises(SettingsError, match=r"bad\.toml: not valid TOML"):
+        read_file(tmp_path / "bad.toml")

@@ -1,0 +1,138 @@
+"""Through Flower's real simulation: SuperLink, `flwr run`, Ray."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from fedact_flwr.client_app import app as client_app
+from fedact_flwr.inprocess import run_inprocess
+from fedact_flwr.server_app import app as server_app
+from fedact_flwr.settings import PROJECT, Settings, dump
+from fedact_flwr.simulation import BIN, _free_port
+
+SMALL = ["clients=4", "clients_per_round=3", "rounds=2", "local_steps=3", "device=cpu"]
+FEDACT = [sys.executable, "-m", "fedact_flwr.cli", "run"]
+
+
+def sets(*settings: str) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of living processes that were started for runs under ``folder``."""
+    marker = f"FEDACT_TEST={folder}"
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if marker in (f"{k}={v}" for k, v in process.environ().items()):
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return os.environ | {"COLUMNS": "200", "FEDACT_TEST": str(folder)}
+
+
+def test_same_bits_as_in_process_and_nothing_left_behind(
+    tmp_path: Path, make_settings: Callable[..., Settings]
+) -> None:
+    result = subprocess.run(
+        [*FEDACT, *sets(*SMALL, f"output={tmp_path}", "name=flower")],
+        capture_output=True, text=True, env=environment(tmp_path), timeout=180, cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "round 2/2  accuracy" in result.stdout
+    assert f"record: {tmp_path / 'flower'}" in result.stdout
+    assert not processes_of(tmp_path)
+
+    settings = make_settings(
+        clients=4, clients_per_round=3, rounds=2, local_steps=3, output=str(tmp_path), name="inprocess"
+    )
+    run_inprocess(server_app, client_app, settings.clients, dump(settings))
+    flower, inprocess = ((tmp_path / name) for name in ("flower", "inprocess"))
+    assert (flower / "model.safetensors").read_bytes() == (inprocess / "model.safetensors").read_bytes()
+    timing = {"seconds", "client_seconds"}
+    for a, b in zip(*((p / "rounds.jsonl").read_text().splitlines() for p in (flower, inprocess)), strict=True):
+        a_metrics, b_metrics = json.loads(a), json.loads(b)
+        assert {k: v for k, v in a_metrics.items() if k not in timing} == {
+            k: v for k, v in b_metrics.items() if k not in timing
+        }
+
+
+def test_a_failed_run_exits_1_with_the_cause(tmp_path: Path) -> None:
+    """No client can answer within a millisecond."""
+    result = subprocess.run(
+        [*FEDACT, *sets(*SMALL, f"output={tmp_path}", "name=run", "round_timeout=1e-3", "max_failed_rounds=1")],
+        capture_output=True, text=True, env=environment(tmp_path), timeout=180,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert "error: the run failed: RunFailed: round 1: 0 good replies" in result.stderr
+    assert "no reply in time" in result.stderr
+    assert not processes_of(tmp_path)
+
+
+def test_ctrl_c_ends_all_that_was_started(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*FEDACT, *sets("rounds=1000", f"output={tmp_path}", "name=run", "device=cpu")],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment(tmp_path),
+    )  # fmt: skip
+    rounds = tmp_path / "run" / "rounds.jsonl"
+    deadline = time.monotonic() + 120
+    while not (rounds.exists() and rounds.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert rounds.read_text()
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted after" in error
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
+    time.sleep(1)
+    assert not processes_of(tmp_path)
+
+
+def test_flwr_run_itself(tmp_path: Path) -> None:
+    """No wrapper: Flower's own background SuperLink and its two default supernodes, three runs in a row."""
+    home = tmp_path / "home"
+    flower = environment(tmp_path) | {
+        "FLWR_HOME": str(home),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(_free_port()),
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+    }
+
+    def flwr_run(config: str) -> str:
+        command = ["flwr", "run", str(PROJECT), "--stream", "--run-config", config]
+        result = subprocess.run(command, cwd=tmp_path, env=flower, capture_output=True, text=True, timeout=180)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    try:
+        flwr_run("method='fedadamw' rounds=2 local_steps=2 device='cpu' name='overrides'")
+        overrides = tmp_path / "runs" / "overrides"
+        summary = json.loads((overrides / "summary.json").read_text())
+        assert summary["status"] == "completed"
+        assert summary["final"]["replies"] == 10  # ten partitions on two supernodes
+        assert 'method = "fedadamw"' in (overrides / "settings.toml").read_text()
+
+        flwr_run(str(PROJECT / "conf" / "smoke.toml"))
+        (smoke,) = (folder for folder in (tmp_path / "runs").iterdir() if folder != overrides)
+        assert json.loads((smoke / "summary.json").read_text())["final"]["replies"] == 4
+
+        assert "rounds = 'x': allowed is a whole number above 0" in flwr_run("rounds='x'")
+    finally:
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("FLWR_HOME") == str(home):
+                    process.kill()
+            except psutil.Error:
+                continue

@@ -1,0 +1,332 @@
+"""The server halves on three-element weights: every number can be checked by hand."""
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedact_flwr.inprocess import InProcessGrid
+from fedact_flwr.settings import Settings
+from strategies import STRATEGIES, FedACT, FedAvg, FederatedStrategy, RunFailed, wire
+from strategies.aggregation import linear_combination
+
+MakeSettings = Callable[..., Settings]
+X0 = {"w": np.array([1, 2, 3], np.float32)}
+
+# What each of two clients returns: delta, v, K and the number of examples.
+DELTAS = [np.array([-2, 0, 4], np.float32), np.array([-4, 2, 0], np.float32)]
+SECOND_MOMENTS = [np.array([1, 0, 3], np.float32), np.array([3, 2, 1], np.float32)]
+STEPS = [10, 10]
+EXAMPLES = [1, 3]
+
+
+def reply_of(partition: int, returned: tuple[str, ...]) -> RecordDict:
+    records: dict[str, Any] = {wire.DELTA: wire.to_record({"w": DELTAS[partition]})}
+    if wire.SECOND_MOMENT in returned:
+        records[wire.SECOND_MOMENT] = wire.to_record({"w": SECOND_MOMENTS[partition]})
+    records[wire.METRICS] = MetricRecord(
+        {
+            wire.PARTITION: partition,
+            wire.NUM_EXAMPLES: EXAMPLES[partition],
+            wire.NUM_STEPS: STEPS[partition],
+            wire.TRAIN_LOSS: float(partition),
+        }
+    )
+    return RecordDict(records)
+
+
+def grid_of(
+    respond: Callable[[int], RecordDict], nodes: int = 2, clients: int = 2
+) -> tuple[InProcessGrid, list[Message]]:
+    """A grid whose clients answer ``respond(partition)``, and the list of train messages they got."""
+    app, seen = ClientApp(), []
+
+    @app.train()
+    def train(message: Message, context: Any) -> Message:
+        seen.append(message)
+        return Message(respond(message.content[wire.CONFIG][wire.PARTITION]), reply_to=message)
+
+    @app.query("hosted_partitions")
+    def query(message: Message, context: Any) -> Message:
+        hosted = list(range(context.node_config["partition-id"], clients, nodes))
+        return Message(RecordDict({wire.CONFIG: ConfigRecord({wire.HOSTED: hosted})}), reply_to=message)
+
+    return InProcessGrid(app, nodes, {}), seen
+
+
+def one_round(
+    strategy: FederatedStrategy,
+    grid: InProcessGrid,
+    server_round: int = 1,
+    arrays: ArrayRecord | None = None,
+    order: int = 1,
+) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    messages = strategy.configure_train(server_round, arrays or wire.to_record(X0), ConfigRecord(), grid)
+    return strategy.aggregate_train(server_round, list(grid.send_and_receive(messages))[::order])
+
+
+@pytest.fixture
+def two_clients(make_settings: MakeSettings) -> MakeSettings:
+    defaults = {
+        "clients": 2,
+        "clients_per_round": 2,
+        "rounds": 3,
+        "lr": 0.5,
+        "lr_schedule": "constant",
+        "beta2": 0.5,
+    }
+    return lambda **overrides: make_settings(**(defaults | overrides))
+
+
+def test_fedact_by_hand(two_clients: MakeSettings) -> None:
+    strategy = FedACT(two_clients())
+    grid, _ = grid_of(lambda p: reply_of(p, FedACT.returned))
+    arrays, _ = one_round(strategy, grid)
+    # mean delta (-3, 1, 2); Delta_G = -mean / (K eta) = -mean / 5; v_bar the mean of v
+    assert wire.from_record(arrays)["w"].tolist() == [-2, 3, 5]
+    np.testing.assert_allclose(strategy.state[wire.CORRECTION]["w"], [0.6, -0.2, -0.4], rtol=1e-7)
+    assert strategy.state[wire.SECOND_MOMENT]["w"].tolist() == [2, 1, 2]
+    assert strategy.steps_done == 10
+
+
+def test_state_reaches_the_clients_in_the_next_round(two_clients: MakeSettings) -> None:
+    strategy = FedACT(two_clients())
+    grid, seen = grid_of(lambda p: reply_of(p, FedACT.returned))
+    arrays, _ = one_round(strategy, grid)
+    first = seen[0].content
+    assert not wire.from_record(first[wire.CORRECTION])["w"].any()
+    assert not wire.from_record(first[wire.SECOND_MOMENT])["w"].any()
+    assert first[wire.CONFIG][wire.STEPS_DONE] == 0
+    one_round(strategy, grid, 2, arrays)
+    second = seen[-1].content
+    assert wire.from_record(second[wire.MODEL])["w"].tolist() == [-2, 3, 5]
+    assert wire.from_record(second[wire.SECOND_MOMENT])["w"].tolist() == [2, 1, 2]
+    assert second[wire.CONFIG][wire.STEPS_DONE] == 10
+
+
+def test_server_lr_scales_the_step_but_not_delta_g(two_clients: MakeSettings) -> None:
+    strategy = FedACT(two_clients(server_lr=0.5))
+    grid, _ = grid_of(lambda p: reply_of(p, FedACT.returned))
+    arrays, _ = one_round(strategy, grid)
+    assert wire.from_record(arrays)["w"].tolist() == [-0.5, 2.5, 4]
+    np.testing.assert_allclose(strategy.state[wire.CORRECTION]["w"], [0.6, -0.2, -0.4], rtol=1e-7)
+
+
+def test_weighting_by_examples_weights_x_v_and_delta_g_alike(two_clients: MakeSettings) -> None:
+    strategy = FedACT(two_clients(weighting="examples"))
+    grid, _ = grid_of(lambda p: reply_of(p, FedACT.returned))
+    arrays, metrics = one_round(strategy, grid)
+    # weights 1/4 and 3/4: mean delta (-3.5, 1.5, 1)
+    assert wire.from_record(arrays)["w"].tolist() == [-2.5, 3.5, 4]
+    np.testing.assert_allclose(strategy.state[wire.CORRECTION]["w"], [0.7, -0.3, -0.2], rtol=1e-6)
+    assert strategy.state[wire.SECOND_MOMENT]["w"].tolist() == [2.5, 1.5, 1.5]
+    assert metrics[wire.TRAIN_LOSS] == pytest.approx(0.75)
+
+
+def test_unequal_steps(two_clients: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each delta is divided by its own K; t follows the mean EMA weight (1 - .5^1 + 1 - .5^2) / 2 = 1 - .375."""
+    monkeypatch.setattr(f"{__name__}.STEPS", [1, 2])
+    strategy = FedACT(two_clients())
+    grid, _ = grid_of(lambda p: reply_of(p, FedACT.returned))
+    one_round(strategy, grid)
+    # -(delta_0 / (1 * .5) + delta_1 / (2 * .5)) / 2
+    np.testing.assert_allclose(strategy.state[wire.CORRECTION]["w"], [4, -1, -4], rtol=1e-7)
+    assert 0.5**strategy.steps_done == pytest.approx(0.375)
+
+
+@pytest.mark.parametrize("method", STRATEGIES)
+def test_order_of_replies_does_not_matter(method: str, two_clients: MakeSettings) -> None:
+    ends = []
+    for order in (1, -1):
+        strategy = STRATEGIES[method](two_clients(method=method))
+        grid, _ = grid_of(lambda p, s=strategy: reply_of(p, s.returned))
+        arrays, _ = one_round(strategy, grid, order=order)
+        ends.append(
+            (
+                wire.from_record(arrays)["w"].tobytes(),
+                {k: v["w"].tobytes() for k, v in strategy.state.items()},
+            )
+        )
+    assert ends[0] == ends[1]
+
+
+def test_fedavg_sends_and_wants_the_model_alone(two_clients: MakeSettings) -> None:
+    strategy = FedAvg(two_clients(method="fedavg"))
+    grid, seen = grid_of(lambda p: reply_of(p, ()))
+    arrays, _ = one_round(strategy, grid)
+    assert set(seen[0].content.array_records) == {wire.MODEL}
+    assert wire.from_record(arrays)["w"].tolist() == [-2, 3, 5]
+
+
+def test_buffers_are_averaged_and_counters_taken(two_clients: MakeSettings) -> None:
+    x0 = {"w": np.zeros(3, np.float32), "mean": np.ones(2, np.float32), "count": np.array(7)}
+
+    def respond(partition: int) -> RecordDict:
+        content = reply_of(partition, FedACT.returned)
+        delta = {
+            "w": DELTAS[partition],
+            "mean": np.full(2, 4.0 * partition, np.float32),
+            "count": np.array(5 + partition),
+        }
+        content[wire.DELTA] = wire.to_record(delta)
+        return content
+
+    strategy = FedACT(two_clients(server_lr=0.5), buffers=frozenset({"mean", "count"}))
+    grid, _seen = grid_of(respond)
+    arrays, _ = one_round(strategy, grid, arrays=wire.to_record(x0))
+    model = wire.from_record(arrays)
+    assert model["mean"].tolist() == [3, 3]  # buffers move by the whole mean
+    assert model["count"].tolist() == 12  # 7 + 5 of the first partition
+    assert model["w"].tolist() == [-1.5, 0.5, 1]
+    assert strategy.state[wire.CORRECTION].keys() == strategy.state[wire.SECOND_MOMENT].keys() == {"w"}
+
+
+def test_diagnose_sees_trainable_deltas(two_clients: MakeSettings) -> None:
+    strategy = FedAvg(two_clients(method="fedavg"), diagnose=lambda deltas: {"first": float(deltas[0]["w"][0])})
+    grid, _ = grid_of(lambda p: reply_of(p, ()))
+    _, metrics = one_round(strategy, grid)
+    assert metrics["first"] == -2
+
+
+# ---- sampling and hosting
+
+
+def sampled(settings: Settings, nodes: int) -> list[tuple[int, ...]]:
+    """The partitions that three rounds ask."""
+    strategy = FedAvg(settings)
+    grid, _seen = grid_of(lambda p: reply_of(p % 2, ()), nodes, settings.clients)
+    rounds = []
+    for server_round in (1, 2, 3):
+        messages = strategy.configure_train(server_round, wire.to_record(X0), ConfigRecord(), grid)
+        rounds.append(tuple(m.content[wire.CONFIG][wire.PARTITION] for m in messages))
+    return rounds
+
+
+def test_sampling_depends_on_seed_and_round_and_not_on_nodes(make_settings: MakeSettings) -> None:
+    settings = make_settings(method="fedavg", clients=20, clients_per_round=4)
+    rounds = sampled(settings, nodes=20)
+    assert all(len(set(r)) == 4 and r == tuple(sorted(r)) for r in rounds)
+    assert len(set(rounds)) == 3
+    assert sampled(settings, nodes=3) == rounds
+    assert sampled(make_settings(method="fedavg", clients=20, clients_per_round=4, seed=1), 20) != rounds
+
+
+def test_each_client_gets_a_seed_of_its_own_each_round(two_clients: MakeSettings) -> None:
+    strategy = FedAvg(two_clients(method="fedavg"))
+    grid, seen = grid_of(lambda p: reply_of(p, ()))
+    arrays, _ = one_round(strategy, grid)
+    one_round(strategy, grid, 2, arrays)
+    assert len({m.content[wire.CONFIG][wire.SEED] for m in seen}) == 4
+
+
+def test_partitions_without_a_node_are_left_out_and_counted(two_clients: MakeSettings) -> None:
+    strategy = FedAvg(two_clients(method="fedavg", node_timeout=0.0))
+    grid, seen = grid_of(lambda p: reply_of(p, ()), nodes=1, clients=1)  # the only node hosts partition 0 alone
+    _, metrics = one_round(strategy, grid)
+    assert len(seen) == 1
+    assert (metrics["replies"], metrics["failures"]) == (1, 1)
+
+
+# ---- failure
+
+
+def broken(change: Callable[[RecordDict], None], partition: int = 1) -> Callable[[int], RecordDict]:
+    def respond(p: int) -> RecordDict:
+        content = reply_of(p, FedACT.returned)
+        if p == partition:
+            change(content)
+        return content
+
+    return respond
+
+
+def arrays_of(name: str, array: np.ndarray) -> Callable[[RecordDict], None]:
+    return lambda content: content.__setitem__(name, wire.to_record({"w": array}))
+
+
+def metric(**values: float) -> Callable[[RecordDict], None]:
+    return lambda content: content[wire.METRICS].update(values)
+
+
+BAD = {
+    "nan": (arrays_of(wire.DELTA, np.array([1, np.nan, 0], np.float32)), "non-finite"),
+    "infinite v": (arrays_of(wire.SECOND_MOMENT, np.array([1, np.inf, 0], np.float32)), "non-finite"),
+    "negative v": (arrays_of(wire.SECOND_MOMENT, np.array([1, -1, 0], np.float32)), "negative"),
+    "shape": (arrays_of(wire.DELTA, np.zeros(4, np.float32)), r"float32\[4\], not float32\[3\]"),
+    "dtype": (arrays_of(wire.DELTA, np.zeros(3)), "float64"),
+    "name": (lambda c: c.__setitem__(wire.DELTA, wire.to_record({"W": DELTAS[0]})), "names"),
+    "missing record": (lambda c: c.__delitem__(wire.SECOND_MOMENT), "second_moment are missing"),
+    "missing metrics": (lambda c: c.__delitem__(wire.METRICS), "metrics is missing"),
+    "no examples": (metric(num_examples=0), "num_examples is 0"),
+    "no steps": (metric(num_steps=0), "num_steps is 0"),
+    "other partition": (metric(partition=0), "partition 0"),
+    "nan loss": (metric(train_loss=float("nan")), "train_loss"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_replies_are_named_counted_and_never_folded(
+    case: str, two_clients: MakeSettings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, reason = BAD[case]
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    strategy = FedACT(two_clients())
+    grid, _ = grid_of(broken(change))
+    arrays, metrics = one_round(strategy, grid)
+    assert (metrics["replies"], metrics["failures"]) == (1, 1)
+    np.testing.assert_array_equal(wire.from_record(arrays)["w"], X0["w"] + DELTAS[0])
+    assert "partition 1" in caplog.text
+    assert re.search(reason, caplog.text)
+
+
+def test_a_client_that_raises_is_a_bad_reply(two_clients: MakeSettings) -> None:
+    def explode(content: RecordDict) -> None:
+        raise RuntimeError("out of memory")
+
+    strategy = FedACT(two_clients())
+    grid, _ = grid_of(broken(explode))
+    _, metrics = one_round(strategy, grid)
+    assert (metrics["replies"], metrics["failures"]) == (1, 1)
+
+
+def test_below_the_quorum_the_model_stays_and_the_run_ends_after_a_while(two_clients: MakeSettings) -> None:
+    strategy = FedACT(two_clients(min_replies=2, max_failed_rounds=2))
+    grid, _ = grid_of(broken(metric(num_steps=0)))
+    arrays, metrics = one_round(strategy, grid)
+    assert arrays is None
+    assert metrics["failures"] == 1
+    assert strategy.model["w"].tolist() == X0["w"].tolist()
+    assert strategy.steps_done == 0
+    with pytest.raises(RunFailed, match=r"round 2: 1 good replies, min_replies = 2.*num_steps is 0"):
+        one_round(strategy, grid, 2)
+
+
+def test_a_good_round_forgives_failed_ones(two_clients: MakeSettings) -> None:
+    strategy = FedACT(two_clients(min_replies=2, max_failed_rounds=2))
+    bad, _ = grid_of(broken(metric(num_steps=0)))
+    good, _ = grid_of(lambda p: reply_of(p, FedACT.returned))
+    for server_round, grid in enumerate((bad, good, bad, good), start=1):
+        one_round(strategy, grid, server_round)  # ids of nodes are the same in both grids
+
+
+# ---- arithmetic
+
+
+def test_linear_combination_sums_in_float64() -> None:
+    big, one = np.array([1e8], np.float32), np.array([1], np.float32)
+    vectors: list[Mapping[str, np.ndarray]] = [{"w": big}, {"w": one}, {"w": -big}]
+    result = linear_combination([1, 1, 1], vectors)
+    assert result["w"].tolist() == [1]  # in float32 the 1 would be lost
+    assert result["w"].dtype == np.float32
+
+
+def test_cosine_schedule(make_settings: MakeSettings) -> None:
+    settings = make_settings(rounds=4, lr=1.0, lr_min=0.2)
+    rates = [settings.learning_rate(r) for r in (1, 2, 3, 4)]
+    assert rates == pytest.approx([1.0, 0.2 + 0.4 * (1 + 2**-0.5), 0.6, 0.2 + 0.4 * (1 - 2**-0.5)])
+    assert make_settings(lr=1.0, lr_schedule="constant").learning_rate(33) == 1
