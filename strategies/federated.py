@@ -86,6 +86,7 @@ class FederatedStrategy(Strategy):
 
     broadcast: ClassVar[tuple[str, ...]] = ()  # records sent beside the model
     returned: ClassVar[tuple[str, ...]] = ()  # records returned beside the delta
+    kept: ClassVar[tuple[str, ...]] = ()  # records of `state` that stay on the server
 
     def __init__(
         self,
@@ -206,7 +207,8 @@ class FederatedStrategy(Strategy):
         if not self.state:
             parameters = self.parameters(self.model)
             self.state = {
-                record: {name: np.zeros_like(x) for name, x in parameters.items()} for record in self.broadcast
+                record: {name: np.zeros_like(x) for name, x in parameters.items()}
+                for record in (*self.broadcast, *self.kept)
             }
 
     def parameters(self, vectors: Vectors) -> Vectors:
