@@ -61,7 +61,7 @@ def trust_modulation(score: Tensor, tau: float, alpha: float, gamma: float) -> T
     phi = torch.full_like(score, gamma)
     if trusted == 0:
         return phi
-    threshold = torch.kthvalue(score, d - trusted + 1).values
+    threshold = score.topk(trusted, sorted=False).values.min()
     above = score > threshold
     ties = score == threshold
     room = trusted - above.sum()

@@ -60,7 +60,8 @@ def run(
     )
     if note := CLIENT_METHODS[settings.method].note(settings):
         console.print(f"note: {note}", style="yellow", highlight=False)
-    signal.signal(signal.SIGTERM, _interrupt)  # a plain kill ends a run as cleanly as Ctrl-C
+    for number in (signal.SIGINT, signal.SIGTERM):  # a plain kill ends a run as cleanly as Ctrl-C
+        signal.signal(number, _interrupt)
     follow = Follow(folder, settings.rounds, TASKS[settings.task].target, console)
     try:
         with follow:
@@ -153,6 +154,9 @@ def _fail(message: str, code: int) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End the run. An impatient second Ctrl-C must not cut the cleaning up short."""
+    for ended in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ended, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

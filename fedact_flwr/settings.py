@@ -110,6 +110,8 @@ def _check_together(s: Settings) -> None:
         raise SettingsError(
             f"min_replies = {s.min_replies}: allowed is 1 to {s.clients_per_round}, the clients_per_round"
         )
+    if not s.name or Path(s.name).name != s.name:
+        raise SettingsError(f'name = {s.name!r}: allowed is the name of a folder, without a path, or "{AUTO}"')
     if s.lr_min > s.lr:
         raise SettingsError(f"lr_min = {s.lr_min}: allowed is 0 to {s.lr}, the lr")
     if s.holdout > 0 and s.min_samples < 2:

@@ -71,6 +71,8 @@ def test_settings_are_frozen_and_dump_is_read_back() -> None:
         ("min_replies", 11, "1 to 10"),
         ("lr_min", 1.0, "0 to 0.002"),
         ("rouns", 3, "did you mean rounds"),
+        ("name", "", "the name of a folder"),
+        ("name", "../x", "the name of a folder"),
     ],
 )
 def test_errors_are_one_line_with_key_value_and_what_is_allowed(key: str, value: object, allowed: str) -> None:
