@@ -23,7 +23,7 @@ from strategies import STRATEGIES
 
 TUNING_SEED = 0
 SEEDS = (1, 2, 3, 4, 5)
-GRID = {"adamw": (1e-3, 2e-3, 4e-3), "sgd": (0.03, 0.1, 0.3)}
+GRID = {"adamw": (1.5e-3, 3e-3, 6e-3, 12e-3), "sgd": (0.03, 0.1, 0.3)}
 
 
 def final_accuracy(job: tuple[str, str, float, int, str]) -> float:

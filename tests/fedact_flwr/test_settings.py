@@ -38,7 +38,7 @@ def test_files_in_conf_are_valid(path: Path) -> None:
 
 def test_auto_takes_the_tasks_value_for_the_methods_family() -> None:
     adamw, sgd = parse(DEFAULTS), parse(DEFAULTS | {"method": "fedavg"})
-    assert (adamw.lr, adamw.weight_decay) == (2e-3, 0.01)
+    assert (adamw.lr, adamw.weight_decay) == (3e-3, 0.01)
     assert (sgd.lr, sgd.weight_decay) == (0.1, 0.001)
     assert parse(DEFAULTS | {"lr": 0.5}).lr == 0.5
 
@@ -69,7 +69,7 @@ def test_settings_are_frozen_and_dump_is_read_back() -> None:
         ("output", 3, "a string"),
         ("clients_per_round", 11, "1 to 10"),
         ("min_replies", 11, "1 to 10"),
-        ("lr_min", 1.0, "0 to 0.002"),
+        ("lr_min", 1.0, "0 to 0.003"),
         ("rouns", 3, "did you mean rounds"),
         ("name", "", "the name of a folder"),
         ("name", "../x", "the name of a folder"),
