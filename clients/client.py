@@ -4,13 +4,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.client import NumPyClient
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from clients.device import prepare_device
 from clients.diagnostics import positive_score_ratio, top_score_mass
-from clients.methods import CLIENT_METHODS, Received
+from clients.methods import CLIENT_METHODS, LocalRound
 from clients.optimizers import ActAdamW
 from clients.settings import LocalSettings
 from clients.training import batches, num_examples, train
@@ -59,13 +61,23 @@ class FedClient(NumPyClient):
         torch.manual_seed(config[wire.SEED])  # for models that draw while training, e.g. dropout
         load_state(self.model, parameters[wire.MODEL])
         trainable = dict(trainable_parameters(self.model))
-        optimizer = method.make_optimizer(
-            list(trainable.values()), self._received(parameters, config, trainable), settings
-        )
         n = num_examples(self.examples)
         steps = settings.local_steps
         if settings.local_epochs:
             steps = settings.local_epochs * -(-n // settings.batch_size)
+        local = LocalRound(
+            parameters=list(trainable.values()),
+            received={
+                record: [torch.from_numpy(arrays[name]).to(self.device) for name in trainable]
+                for record, arrays in parameters.items()
+                if record != wire.MODEL
+            },
+            lr=config[wire.LR],
+            steps=steps,
+            steps_done=config[wire.STEPS_DONE],
+            settings=settings,
+        )
+        optimizer = method.make_optimizer(local)
         if settings.diagnostics and isinstance(optimizer, ActAdamW):
             optimizer.keep_scores_at = steps
 
@@ -89,14 +101,15 @@ class FedClient(NumPyClient):
         if isinstance(optimizer, ActAdamW) and optimizer.scores is not None:
             metrics["positive_score_ratio"] = positive_score_ratio(optimizer.scores)
             metrics["top_score_mass"] = top_score_mass(optimizer.scores, settings.top_p)
-        returned: dict[str, Vectors] = {
+        returned: dict[str, dict[str, NDArray]] = {
             record: {name: t.cpu().numpy() for name, t in zip(trainable, tensors, strict=True)}
-            for record, tensors in method.returned(optimizer).items()
+            for record, tensors in method.returned(local, optimizer).items()
         }
-        returned[wire.DELTA] = {
-            name: tensor.detach().cpu().numpy() - parameters[wire.MODEL][name]
-            for name, tensor in exchanged_state(self.model).items()
-        }
+        returned[wire.DELTA] = {}
+        for name, tensor in exchanged_state(self.model).items():
+            new = tensor.detach().cpu().numpy()
+            moved = new - parameters[wire.MODEL][name] if tensor.is_floating_point() else new.copy()
+            returned[wire.DELTA][name] = np.asarray(moved)
         metrics["client_seconds"] = time.perf_counter() - started
         return returned, n, metrics
 
@@ -109,14 +122,6 @@ class FedClient(NumPyClient):
         n = num_examples(self.held_out)
         bookkeeping = {wire.PARTITION: config[wire.PARTITION], wire.NUM_EXAMPLES: n}
         return metrics["loss"], n, metrics | bookkeeping
-
-    def _received(self, parameters: Named, config: Mapping[str, Any], trainable: Mapping[str, Tensor]) -> Received:
-        vectors = {
-            record: [torch.from_numpy(arrays[name]).to(self.device) for name in trainable]
-            for record, arrays in parameters.items()
-            if record != wire.MODEL
-        }
-        return Received(config[wire.LR], config[wire.STEPS_DONE], vectors)
 
 
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -1,7 +1,6 @@
 """The device that training and evaluation run on, set up so that a run repeats to the bit."""
 
 import os
-from functools import cache
 
 import torch
 
@@ -10,9 +9,8 @@ class UnavailableDevice(ValueError):
     """The device named is not on this machine; the message says which are."""
 
 
-@cache
 def prepare_device(device: str, threads: int) -> torch.device:
-    """Resolve ``device`` and set this process's threads and determinism, once.
+    """Resolve ``device`` and set this process's threads and determinism.
 
     "auto" takes CUDA, then MPS, then the CPU. Raises `UnavailableDevice`.
     """

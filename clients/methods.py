@@ -12,16 +12,32 @@ from clients.optimizers import ActAdamW, stability_note
 from clients.settings import LocalSettings
 from strategies import wire
 
-Parameters = Sequence[Tensor]
-
 
 @dataclass(frozen=True)
-class Received:
-    """What the server sent for this round beside the model; tensors are in the order of the parameters."""
+class LocalRound:
+    """One client's round, as its method sees it. Lists of tensors are in the order of the parameters.
 
+    Attributes
+    ----------
+    parameters : sequence of Tensor
+        The trainable parameters, at x^r when the round begins and at x_K when it ends.
+    received : mapping of str to sequence of Tensor
+        What the server sent beside the model, by record name.
+    lr : float
+        eta of the round.
+    steps : int
+        K, the steps of this round.
+    steps_done : float
+        t before the round's first step.
+    settings : LocalSettings
+    """
+
+    parameters: Sequence[Tensor]
+    received: Mapping[str, Sequence[Tensor]]
     lr: float
+    steps: int
     steps_done: float
-    vectors: Mapping[str, Sequence[Tensor]]  # by record name
+    settings: LocalSettings
 
 
 @dataclass(frozen=True)
@@ -35,64 +51,71 @@ class ClientMethod:
     family : {"adamw", "sgd"}
         Which of a task's learning rates and weight decays is the default.
     make_optimizer : callable
-        The optimizer of one round, from the trainable parameters, what the server sent, and the settings.
+        The optimizer of one round.
     returned : callable, optional
-        From that optimizer after the round: the records beside the delta, in the order of the parameters.
+        After the round, from it and its optimizer: the records beside the delta, in the order of the parameters.
     note : callable, optional
         What people should know about these settings before a run, or None.
     """
 
     local_step: str
     family: Literal["adamw", "sgd"]
-    make_optimizer: Callable[[Parameters, Received, LocalSettings], Optimizer]
-    returned: Callable[[Optimizer], Mapping[str, Sequence[Tensor]]] = lambda optimizer: {}
+    make_optimizer: Callable[[LocalRound], Optimizer]
+    returned: Callable[[LocalRound, Optimizer], Mapping[str, Sequence[Tensor]]] = lambda local, optimizer: {}
     note: Callable[[LocalSettings], str | None] = lambda settings: None
 
 
-def sgd(parameters: Parameters, received: Received, settings: LocalSettings) -> Optimizer:
-    return torch.optim.SGD(parameters, received.lr, momentum=settings.momentum, weight_decay=settings.weight_decay)
+def sgd(local: LocalRound) -> Optimizer:
+    s = local.settings
+    return torch.optim.SGD(local.parameters, local.lr, momentum=s.momentum, weight_decay=s.weight_decay)
 
 
-def adamw(parameters: Parameters, received: Received, settings: LocalSettings) -> Optimizer:
-    return torch.optim.AdamW(
-        parameters, received.lr, (settings.beta1, settings.beta2), settings.eps, settings.weight_decay
-    )
+def adamw(local: LocalRound) -> Optimizer:
+    s = local.settings
+    return torch.optim.AdamW(local.parameters, local.lr, (s.beta1, s.beta2), s.eps, s.weight_decay)
 
 
-def fedact(
-    parameters: Parameters,
-    received: Received,
-    settings: LocalSettings,
+def fedact(local: LocalRound) -> ActAdamW:
+    s = local.settings
+    return _act_adamw(local, s.tau, s.alpha, s.gamma)
+
+
+def fedact_local(local: LocalRound) -> ActAdamW:
+    s = local.settings
+    return _act_adamw(local, s.tau, s.alpha, s.gamma, score="local")
+
+
+def fedadamw(local: LocalRound) -> ActAdamW:
+    return _act_adamw(local, tau=1.0, alpha=1.0, gamma=1.0)
+
+
+def _act_adamw(
+    local: LocalRound,
+    tau: float,
+    alpha: float | None,
+    gamma: float | None,
     score: Literal["corrected", "local"] = "corrected",
-) -> Optimizer:
+) -> ActAdamW:
+    s = local.settings
     return ActAdamW(
-        parameters,
-        received.lr,
-        (settings.beta1, settings.beta2),
-        settings.eps,
-        settings.weight_decay,
-        rho=settings.rho,
-        tau=settings.tau,
-        alpha=settings.alpha,
-        gamma=settings.gamma,
-        scope=settings.scope,
+        local.parameters,
+        local.lr,
+        (s.beta1, s.beta2),
+        s.eps,
+        s.weight_decay,
+        rho=s.rho,
+        tau=tau,
+        alpha=alpha,
+        gamma=gamma,
+        scope=s.scope,
         score=score,
-        correction=received.vectors[wire.CORRECTION],
-        second_moment=received.vectors[wire.SECOND_MOMENT],
-        steps_done=received.steps_done,
+        correction=local.received[wire.CORRECTION],
+        second_moment=local.received[wire.SECOND_MOMENT],
+        steps_done=local.steps_done,
     )
 
 
-def fedact_local(parameters: Parameters, received: Received, settings: LocalSettings) -> Optimizer:
-    return fedact(parameters, received, settings, score="local")
-
-
-def fedadamw(parameters: Parameters, received: Received, settings: LocalSettings) -> Optimizer:
-    trust_all = settings.model_copy(update={"tau": 1.0, "alpha": 1.0, "gamma": 1.0})
-    return fedact(parameters, received, trust_all)
-
-
-def second_moments(optimizer: Optimizer) -> Mapping[str, Sequence[Tensor]]:
+def second_moments(local: LocalRound, optimizer: Optimizer) -> Mapping[str, Sequence[Tensor]]:
     assert isinstance(optimizer, ActAdamW)
     return {wire.SECOND_MOMENT: optimizer.second_moments()}
 

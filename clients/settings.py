@@ -37,4 +37,4 @@ class LocalSettings(BaseModel):
     diagnostics: bool
     top_p: Annotated[float, Field(gt=0, le=1)]
     device: Literal["auto", "cpu", "cuda", "mps"]
-    threads: PositiveInt
+    threads: Annotated[int, Field(gt=0, le=1024)]

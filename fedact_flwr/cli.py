@@ -1,6 +1,7 @@
 """The command `fedact`."""
 
 import logging
+import os
 import signal
 import traceback
 from collections.abc import Callable
@@ -9,19 +10,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.progress import Follow
-from fedact_flwr.record import FAILED, INTERRUPTED, make_folder, read_summary, write_summary
+from fedact_flwr.record import FAILED, INTERRUPTED, make_folder, read_summary, results, write_summary
 from fedact_flwr.settings import Settings, SettingsError, dump, parse, read_defaults, read_file, read_override
 from strategies import STRATEGIES, wire
 from tasks import TASKS
 
 BAD_SETTINGS, RUN_FAILED, RUN_INTERRUPTED = 2, 1, 130
 LOG_FILE = "run.log"
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GPU_SHARE = 0.25  # client_gpus = "auto"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="FedACT on Flower.", pretty_exceptions_enable=False)
 
@@ -47,7 +51,7 @@ def run(
     console = Console()
     try:
         settings = read_settings(files or [], overrides or [])
-        _check(settings, engine)
+        settings = _for_this_machine(settings, engine)
         folder = make_folder(settings)
         settings = settings.model_copy(update={"output": str(folder.parent), "name": folder.name})
     except SettingsError as error:
@@ -60,14 +64,15 @@ def run(
     )
     if note := CLIENT_METHODS[settings.method].note(settings):
         console.print(f"note: {note}", style="yellow", highlight=False)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a plain kill ends a run as cleanly as Ctrl-C
-        signal.signal(number, _interrupt)
+    for number in ENDING_SIGNALS:  # a plain kill or a closed terminal ends a run as cleanly as Ctrl-C
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _interrupt)
     follow = Follow(folder, settings.rounds, TASKS[settings.task].target, console)
     try:
         with follow:
             _engine(engine, settings, folder / LOG_FILE)()
     except KeyboardInterrupt:
-        _close(folder, INTERRUPTED, "interrupted")
+        write_summary(folder, INTERRUPTED, "interrupted", results(follow.lines, follow.target))
         _fail(
             f"interrupted after {len(follow.lines)} of {settings.rounds} rounds; record: {folder}",
             RUN_INTERRUPTED,
@@ -75,11 +80,13 @@ def run(
     except Exception as error:
         with (folder / LOG_FILE).open("a") as log:
             traceback.print_exc(file=log)
-        _close(folder, FAILED, str(error))
-        cause = (read_summary(folder) or {}).get("cause") or error
+        summary = read_summary(folder)
+        if summary is None:  # the ServerApp had no chance to write one
+            write_summary(folder, FAILED, str(error), results(follow.lines, follow.target))
+        cause = summary["cause"] if summary else error
         _fail(f"the run failed: {cause}; log: {folder / LOG_FILE}", RUN_FAILED)
     console.print(follow.table())
-    console.print(f"record: {folder}", highlight=False, soft_wrap=True)
+    console.print(f"record: {folder}", highlight=False, soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -117,14 +124,30 @@ def read_settings(files: list[Path], overrides: list[str]) -> Settings:
     return parse(config)
 
 
-def _check(settings: Settings, engine: Engine) -> None:
+def _for_this_machine(settings: Settings, engine: Engine) -> Settings:
+    """Resolve what depends on the machine, so that both engines and the record agree. Raises `SettingsError`."""
+    from clients.device import prepare_device
     from fedact_flwr.server_app import check
 
     check(settings)
-    if engine is Engine.flower and settings.device == "cuda" and settings.client_gpus == 0:
-        raise SettingsError(
-            "client_gpus = 0.0: Flower's simulation hides the GPU from clients; with device = 'cuda' allowed is above 0"
-        )
+    device = prepare_device(settings.device, settings.threads).type
+    gpus = settings.client_gpus
+    if gpus is None:
+        gpus = GPU_SHARE if device == "cuda" else 0.0
+    if engine is Engine.flower:
+        _check_resources(settings.threads, device, gpus)
+    return settings.model_copy(update={"device": device, "client_gpus": gpus})
+
+
+def _check_resources(threads: int, device: str, gpus: float) -> None:
+    """Ray waits for ever for what the machine does not have."""
+    cpus, cuda = os.cpu_count() or 1, torch.cuda.device_count()
+    if threads > cpus:
+        raise SettingsError(f"threads = {threads}: allowed is 1 to {cpus}, the CPUs of this machine")
+    if gpus > cuda:
+        raise SettingsError(f"client_gpus = {gpus}: allowed is 0 to {cuda}, the GPUs of this machine")
+    if device == "cuda" and gpus == 0:
+        raise SettingsError(f"client_gpus = {gpus}: with device = 'cuda' allowed is above 0, to {cuda}, or \"auto\"")
 
 
 def _engine(engine: Engine, settings: Settings, log_path: Path) -> Callable[[], None]:
@@ -137,15 +160,17 @@ def _engine(engine: Engine, settings: Settings, log_path: Path) -> Callable[[], 
     from fedact_flwr.inprocess import run_inprocess
     from fedact_flwr.server_app import app as server_app
 
-    logger = logging.getLogger("flwr")  # to where Flower's own processes write, so that the terminal stays ours
-    logger.handlers = [logging.FileHandler(log_path)]
-    return lambda: run_inprocess(server_app, client_app, settings.clients, dump(settings))
+    def run() -> None:
+        logger = logging.getLogger("flwr")  # to where Flower's own processes write, so that the terminal stays ours
+        terminal, file = logger.handlers, logging.FileHandler(log_path)
+        logger.handlers = [file]
+        try:
+            run_inprocess(server_app, client_app, settings.clients, dump(settings))
+        finally:
+            logger.handlers = terminal
+            file.close()
 
-
-def _close(folder: Path, status: str, cause: str) -> None:
-    """Say in the record how the run ended, unless the ServerApp could."""
-    if read_summary(folder) is None:
-        write_summary(folder, status, cause, {})
+    return run
 
 
 def _fail(message: str, code: int) -> None:
@@ -155,7 +180,7 @@ def _fail(message: str, code: int) -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """End the run. An impatient second Ctrl-C must not cut the cleaning up short."""
-    for ended in (signal.SIGINT, signal.SIGTERM):
+    for ended in ENDING_SIGNALS:
         signal.signal(ended, signal.SIG_IGN)
     raise KeyboardInterrupt
 

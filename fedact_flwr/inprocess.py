@@ -1,12 +1,14 @@
 """Flower's apps in one process: no SuperLink, no Ray; a client runs when its message is sent."""
 
 from collections.abc import Iterable, Mapping
+from logging import ERROR
 from typing import Any
 from uuid import uuid4
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.app.user_config import UserConfig
 from flwr.clientapp import ClientApp
+from flwr.common import log
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
@@ -66,6 +68,7 @@ class InProcessGrid(Grid):
             try:
                 reply = self._client_app(message, self._contexts[message.metadata.dst_node_id])
             except Exception as error:
+                log(ERROR, "the client failed", exc_info=error)
                 reply = Message(Error(CLIENT_FAILED, f"{type(error).__name__}: {error}"), reply_to=message)
             self._replies[message_id] = reply
             ids.append(message_id)

@@ -56,7 +56,7 @@ class Follow:
     def table(self) -> Table:
         """The rounds, thinned to about a dozen, the last among them."""
         table = Table("round", self.target, "loss", "train loss", "clients", "seconds")
-        step = max(1, len(self.lines) // TABLE_ROWS)
+        step = max(1, -(-len(self.lines) // TABLE_ROWS))
         for line in self.lines[(len(self.lines) - 1) % step :: step]:
             clients = f"{line['replies']}" + (f" ({line['failures']} failed)" if line["failures"] else "")
             metrics = (_number(line.get(key)) for key in (self.target, "loss", "train_loss"))

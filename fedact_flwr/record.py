@@ -1,19 +1,21 @@
 """The record of a run: a folder that says what was run, how it went, and what came out.
 
-* settings.toml: every setting, resolved; `fedact run settings.toml` repeats the run
+* settings.toml: every setting, resolved; `fedact run settings.toml --set name=auto` repeats the run
 * clients.json: how many examples of each class each client has
 * rounds.jsonl: one line per round, written as the round ends
 * model.safetensors: the final model's state dict
 * summary.json: how the run ended, final and best metrics, duration, versions
 """
 
+import contextlib
+import itertools
 import json
 import math
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,26 +33,27 @@ ROUNDS_FILE = "rounds.jsonl"
 MODEL_FILE = "model.safetensors"
 SUMMARY_FILE = "summary.json"
 
+PACKAGES = ("fedact-flwr", "flwr", "torch", "numpy")
 COMPLETED, FAILED, INTERRUPTED = "completed", "failed", "interrupted"
 
 
 def make_folder(settings: Settings) -> Path:
-    """Make the folder of a new record and return its absolute path. Raises `SettingsError` where it can't be."""
-    output = Path(settings.output).expanduser().resolve()
+    """Make the folder of a new record, that was not there before, and return its absolute path.
+
+    Raises `SettingsError` where it can't be made.
+    """
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{settings.task}-{settings.method}-s{settings.seed}"
-    names = [settings.name] if settings.name != AUTO else [stem, *(f"{stem}-{n}" for n in range(2, 1000))]
+    names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
     try:
-        for name in names:
-            folder = output / name
-            if settings.name == AUTO and folder.exists():
-                continue
-            if (folder / SETTINGS_FILE).exists():
-                raise SettingsError(f"name = {name!r}: {folder} holds the record of another run; allowed is a new name")
-            folder.mkdir(parents=True, exist_ok=settings.name != AUTO)
-            return folder
-    except OSError as error:
+        output = Path(settings.output).expanduser().resolve()
+        output.mkdir(parents=True, exist_ok=True)
+        for name in names if settings.name == AUTO else [settings.name]:
+            with contextlib.suppress(FileExistsError):
+                (output / name).mkdir()
+                return output / name
+    except (OSError, RuntimeError) as error:  # expanduser raises RuntimeError for a user that there is not
         raise SettingsError(f"output = {settings.output!r}: {error}; allowed is a folder to write to") from None
-    raise SettingsError(f"output = {settings.output!r}: {output / stem} exists a thousand times")
+    raise SettingsError(f"name = {name!r}: {output / name} is there already; allowed is a new name")
 
 
 class RunRecord:
@@ -59,12 +62,17 @@ class RunRecord:
     Parameters
     ----------
     settings : Settings
+        A folder that they name may be there already, made by `make_folder`, but hold no record.
     target : str
         The metric whose best value the summary gives; higher is better.
     """
 
     def __init__(self, settings: Settings, target: str) -> None:
-        self.folder = make_folder(settings)
+        self.folder = Path(settings.output).expanduser().resolve() / settings.name
+        if settings.name == AUTO or not self.folder.exists():
+            self.folder = make_folder(settings)
+        elif (self.folder / SETTINGS_FILE).exists():
+            raise SettingsError(f"name = {settings.name!r}: {self.folder} holds another record; allowed is a new name")
         self.target = target
         self.rounds: list[dict[str, Any]] = []
         self._started = time.monotonic()
@@ -115,26 +123,27 @@ class RunRecord:
             status, cause = INTERRUPTED, "interrupted from the keyboard"
         else:
             status, cause = FAILED, f"{type(error).__name__}: {error}"
-        write_summary(self.folder, status, cause, self._results())
+        write_summary(self.folder, status, cause, results(self.rounds, self.target))
 
-    def _results(self) -> dict[str, Any]:
-        evaluated = [line for line in self.rounds if line.get(self.target) is not None]
-        return {
-            "rounds": len(self.rounds),
-            "seconds": round(time.monotonic() - self._started, 3),
-            "final": evaluated[-1] if evaluated else None,
-            "best": max(evaluated, key=lambda line: line[self.target]) if evaluated else None,
-        }
+
+def results(rounds: Sequence[Mapping[str, Any]], target: str) -> dict[str, Any]:
+    """What the summary says of the rounds: how many, how long, the last and the best evaluated one."""
+    evaluated = [line for line in rounds if line.get(target) is not None]
+    return {
+        "rounds": len(rounds),
+        "seconds": rounds[-1]["seconds"] if rounds else 0.0,
+        "final": evaluated[-1] if evaluated else None,
+        "best": max(evaluated, key=lambda line: line[target]) if evaluated else None,
+    }
 
 
 def write_summary(folder: Path, status: str, cause: str | None, results: Mapping[str, Any]) -> None:
     """summary.json: how the run ended, why if not well, its results, and what it ran on."""
-    packages = ("fedact-flwr", "flwr", "torch", "numpy")
     summary = {
         "status": status,
         "cause": cause,
         **results,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
     }
     (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
 
@@ -143,3 +152,11 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     """summary.json of a record, or None where the run has not ended (or ended without a word)."""
     path = folder / SUMMARY_FILE
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def _version(package: str) -> str | None:
+    """None for a package that is not installed: Flower may run the app from its bundle alone."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -14,7 +14,7 @@ from clients.diagnostics import direction_consistency
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.record import RunRecord
 from fedact_flwr.settings import Settings, SettingsError, parse
-from strategies import STRATEGIES, wire
+from strategies import STRATEGIES, RunFailed, wire
 from strategies.seeds import derive_seed
 from strategies.wire import Vectors
 from tasks import TASKS
@@ -64,14 +64,21 @@ def run(settings: Settings, grid: Grid) -> None:
             record.write_round(strategy.round_metrics | metrics)
             return MetricRecord(dict(metrics)) if metrics else None
 
-        strategy.start(
-            grid,
-            wire.to_record({name: tensor.detach().cpu().numpy() for name, tensor in state.items()}),
-            num_rounds=settings.rounds,
-            timeout=settings.round_timeout,
-            evaluate_fn=end_round,
-        )
-        record.write_model(model)
+        try:
+            strategy.start(
+                grid,
+                wire.to_record({name: tensor.detach().cpu().numpy() for name, tensor in state.items()}),
+                num_rounds=settings.rounds,
+                timeout=settings.round_timeout,
+                evaluate_fn=end_round,
+            )
+        except RunFailed:
+            record.write_round(strategy.round_metrics)  # of the round that was one too many
+            raise
+        finally:
+            if strategy.model:  # of a run that was cut short, the model of its last good round
+                load_state(model, strategy.model)
+                record.write_model(model)
 
 
 def check(settings: Settings) -> None:

@@ -17,7 +17,7 @@ from tasks.split import SplitSettings
 
 PROJECT = Path(__file__).resolve().parent.parent
 AUTO = "auto"
-AUTO_KEYS = ("lr", "weight_decay", "alpha", "gamma")
+AUTO_KEYS = ("lr", "weight_decay", "alpha", "gamma", "client_gpus")
 
 
 class SettingsError(ValueError):
@@ -33,15 +33,18 @@ class Settings(ServerSettings, LocalSettings, SplitSettings):
     task: str
     holdout: Annotated[float, Field(ge=0, le=0.5)]
     evaluate_every: PositiveInt
-    client_gpus: NonNegativeFloat
+    client_gpus: NonNegativeFloat | None
     output: str
     name: str
     tensorboard: bool
 
 
 def read_defaults() -> dict[str, Any]:
-    """The table [tool.flwr.app.config] of the project's pyproject.toml."""
-    with (PROJECT / "pyproject.toml").open("rb") as file:
+    """The table [tool.flwr.app.config] of the project's pyproject.toml. Raises `SettingsError` outside a clone."""
+    path = PROJECT / "pyproject.toml"
+    if not path.exists():
+        raise SettingsError(f"{path}: not there; fedact runs from a clone, installed with pip install -e .")
+    with path.open("rb") as file:
         return tomllib.load(file)["tool"]["flwr"]["app"]["config"]
 
 
@@ -82,7 +85,7 @@ def parse(config: Mapping[str, Any]) -> Settings:
     resolved = dict(config)
     defaults = TASKS[config["task"]].defaults[CLIENT_METHODS[config["method"]].family]
     resolved |= {key: value for key, value in defaults.items() if resolved[key] == AUTO}
-    for key in ("alpha", "gamma"):
+    for key in ("alpha", "gamma", "client_gpus"):
         if resolved[key] == AUTO:
             resolved[key] = None
     try:
@@ -110,7 +113,7 @@ def _check_together(s: Settings) -> None:
         raise SettingsError(
             f"min_replies = {s.min_replies}: allowed is 1 to {s.clients_per_round}, the clients_per_round"
         )
-    if not s.name or Path(s.name).name != s.name:
+    if s.name in ("", ".", "..") or Path(s.name).name != s.name:
         raise SettingsError(f'name = {s.name!r}: allowed is the name of a folder, without a path, or "{AUTO}"')
     if s.lr_min > s.lr:
         raise SettingsError(f"lr_min = {s.lr_min}: allowed is 0 to {s.lr}, the lr")

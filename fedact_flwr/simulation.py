@@ -8,14 +8,11 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -41,49 +38,56 @@ def run_simulation(settings: Settings, log_path: Path) -> None:
     One supernode per client, ``threads`` CPUs and ``client_gpus`` GPUs for each client that runs. Whatever ends
     this function, also Ctrl-C, everything that it started is gone when it returns. Raises `SimulationFailed`.
     """
-    home = Path(tempfile.mkdtemp(prefix="fedact-flower-"))
-    port = _free_port()
-    environment = os.environ | {
+    # In /tmp and not in TMPDIR, which may be too long: Ray makes sockets in it, whose paths have 107 bytes at most.
+    home = Path(tempfile.mkdtemp(prefix="fedact-", dir="/tmp" if os.path.isdir("/tmp") else None))
+    try:
+        port = _free_port()
+        environment = _environment(home)
+        (home / "config.toml").write_text(
+            tomli_w.dumps({"superlink": {CONNECTION: {"address": f"127.0.0.1:{port}", "insecure": True}}})
+        )
+        (home / "run.toml").write_text(tomli_w.dumps(dump(settings)))
+        with log_path.open("ab") as log:
+            _run(settings, home, port, environment, log)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _run(settings: Settings, home: Path, port: int, environment: dict[str, str], log: IO[bytes]) -> None:
+    resources = (
+        f"num-supernodes={settings.clients} client-resources-num-cpus={settings.threads} "
+        f"client-resources-num-gpus={settings.client_gpus or 0.0}"
+    )
+    quietly = ["--insecure", "--simulation", "--disable-runtime-dependency-installation"]
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    superlink = _start(["flower-superlink", *quietly, *address], environment, log)
+    try:
+        _wait_until_listening(port, superlink)
+        config = ["--run-config", str(home / "run.toml"), "--federation-config", resources]
+        stream = _start(["flwr", "run", str(PROJECT), CONNECTION, "--stream", *config], environment, log)
+        try:
+            if stream.wait() != 0:
+                raise SimulationFailed(f"flwr run ended with code {stream.returncode}; the log says why")
+            _raise_unless_completed(environment)
+        finally:
+            _end(stream)
+    finally:
+        _end(superlink)
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """The user's environment, without what would lead the run to other people's servers."""
+    ours = {
         "FLWR_HOME": str(home),
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_TELEMETRY_ENABLED": os.environ.get("FLWR_TELEMETRY_ENABLED", "0"),
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
         "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONUNBUFFERED": "1",
+        "RAY_TMPDIR": str(home),  # else Ray joins a cluster that happens to run here
     }
-    (home / "config.toml").write_text(
-        tomli_w.dumps({"superlink": {CONNECTION: {"address": f"127.0.0.1:{port}", "insecure": True}}})
-    )
-    (home / "run.toml").write_text(tomli_w.dumps(dump(settings)))
-    resources = (
-        f"num-supernodes={settings.clients} client-resources-num-cpus={settings.threads} "
-        f"client-resources-num-gpus={settings.client_gpus}"
-    )
-    with log_path.open("ab") as log:
-        superlink = _start(
-            [
-                "flower-superlink",
-                "--insecure",
-                "--simulation",
-                "--disable-runtime-dependency-installation",
-                *("--host", "127.0.0.1", "--port", str(port)),
-            ],
-            environment,
-            log,
-        )
-        try:
-            _wait_until_healthy(port, superlink)
-            flwr_run = ["flwr", "run", str(PROJECT), CONNECTION, "--stream"]
-            config = ["--run-config", str(home / "run.toml"), "--federation-config", resources]
-            stream = _start([*flwr_run, *config], environment, log)
-            try:
-                if stream.wait() != 0:
-                    raise SimulationFailed(f"flwr run could not submit the run; see {log_path}")
-                _raise_unless_completed(environment, log_path)
-            finally:
-                _end(stream)
-        finally:
-            _end(superlink)
-            shutil.rmtree(home, ignore_errors=True)
+    return {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | ours
 
 
 def _start(command: Sequence[str], environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -99,40 +103,34 @@ def _start(command: Sequence[str], environment: dict[str, str], log: IO[bytes]) 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process with all its descendants, politely first."""
+    """End a process with all its descendants at once: none of them holds anything that outlives the run."""
     try:
         root = psutil.Process(process.pid)
-        family = [*root.children(recursive=True), root]
+        family = [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
-        process.poll()
-        return
+        family = []
     for member in family:
-        _signal(member, signal.SIGTERM)
-    _, alive = psutil.wait_procs(family, STOP_TIMEOUT)
-    for member in alive:
-        _signal(member, signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family[1:], STOP_TIMEOUT)
     process.wait()
 
 
-def _signal(process: psutil.Process, number: int) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(number)
-
-
-def _wait_until_healthy(port: int, superlink: subprocess.Popen[bytes]) -> None:
+def _wait_until_listening(port: int, superlink: subprocess.Popen[bytes]) -> None:
+    """Wait for this very process to listen: another server on the port must not get our run."""
     deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline:
         if superlink.poll() is not None:
-            raise SimulationFailed(f"flower-superlink ended at once with code {superlink.returncode}")
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+            raise SimulationFailed(f"flower-superlink ended at once with code {superlink.returncode}; the log says why")
+        with contextlib.suppress(psutil.Error):
+            connections = psutil.Process(superlink.pid).net_connections(kind="tcp")
+            if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections):
                 return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    raise SimulationFailed(f"flower-superlink did not start within {START_TIMEOUT:.0f} seconds")
+        time.sleep(0.1)
+    raise SimulationFailed(f"flower-superlink did not start within {START_TIMEOUT:.0f} seconds; the log may say why")
 
 
-def _raise_unless_completed(environment: dict[str, str], log_path: Path) -> None:
+def _raise_unless_completed(environment: dict[str, str]) -> None:
     """`flwr run --stream` exits 0 also when the run failed; the SuperLink knows."""
     listing = subprocess.run(
         [str(BIN / "flwr"), "ls", CONNECTION, "--format", "json"],
@@ -143,10 +141,11 @@ def _raise_unless_completed(environment: dict[str, str], log_path: Path) -> None
     )
     try:
         (run,) = json.loads(listing.stdout)["runs"]
+        status = run["status"]
     except (ValueError, KeyError) as error:
         raise SimulationFailed(f"flwr ls gave no run: {listing.stdout}{listing.stderr}") from error
-    if run["status"] != "finished:completed":
-        raise SimulationFailed(f"{run.get('status-details') or run['status']}; see {log_path}")
+    if status != "finished:completed":
+        raise SimulationFailed(f"{status}: {run.get('status-details') or 'no details'}")
 
 
 def _free_port() -> int:

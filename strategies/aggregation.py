@@ -1,4 +1,4 @@
-"""Arithmetic over named tensors, free of Flower."""
+"""Arithmetic over named tensors."""
 
 from collections.abc import Sequence
 

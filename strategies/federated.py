@@ -11,7 +11,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from strategies import wire
 from strategies.aggregation import linear_combination
@@ -30,9 +31,11 @@ class ServerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     rounds: PositiveInt
-    seed: int
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
     clients: PositiveInt
     clients_per_round: PositiveInt
+    local_steps: PositiveInt
+    local_epochs: NonNegativeInt
     lr: PositiveFloat
     lr_schedule: Literal["cosine", "constant"]
     lr_min: NonNegativeFloat
@@ -101,7 +104,7 @@ class FederatedStrategy(Strategy):
         self.state: dict[str, Vectors] = {}
         self.steps_done = 0.0
         self.round_metrics: dict[str, float] = {}
-        self._hosts = Hosts(settings.node_timeout)
+        self._hosts = Hosts(settings.clients, settings.node_timeout)
         self._asked: list[tuple[Message, int]] = []  # this round's messages and their partitions
         self._arrays: ArrayRecord | None = None  # the record that `model` was read from or written to
         self._num_asked = 0
@@ -131,9 +134,10 @@ class FederatedStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         parameters = self.parameters(self.model)
+        steps = None if self.settings.local_epochs else self.settings.local_steps
         good = self._collect(
             replies,
-            lambda content, partition: read_reply(content, partition, self.model, parameters, self.returned),
+            lambda content, partition: read_reply(content, partition, self.model, parameters, self.returned, steps),
         )
         self.round_metrics |= {"replies": len(good), "failures": self._num_asked - len(good)}
         if len(good) < self.settings.min_replies:
@@ -142,10 +146,11 @@ class FederatedStrategy(Strategy):
         self._failed_in_a_row = 0
 
         weights = self._weights([reply.num_examples for reply in good])
-        self.round_metrics |= _weighted_metrics([reply.metrics for reply in good], weights)
+        # what clients report never overwrites what the server knows
+        self.round_metrics = _weighted_metrics([reply.metrics for reply in good], weights) | self.round_metrics
         if self.diagnose:
             self.round_metrics |= self.diagnose([self.parameters(reply.delta) for reply in good])
-        self.fold(good, weights, self.round_metrics["lr"])
+        self.fold(good, weights, self.settings.learning_rate(server_round))
         self._count_steps([reply.num_steps for reply in good], weights)
 
         self._arrays = wire.to_record(self.model)
@@ -154,18 +159,17 @@ class FederatedStrategy(Strategy):
     def move(self, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """``x <- x + server_lr * sum_i weights[i] delta_i``, for buffers with a step of 1.
 
-        Integer buffers (counters) can't be averaged; they are taken from the first reply.
+        Buffers that are no floats (counters) can't be averaged; they are taken from the first reply.
         """
-        mean = linear_combination(weights, [reply.delta for reply in replies])
         first = replies[0].delta
-        model = {}
+        mean = linear_combination(weights, [reply.delta for reply in replies])
+        model: dict[str, NDArray] = {}
         for name, x in self.model.items():
             if not np.issubdtype(x.dtype, np.floating):
-                model[name] = x + first[name]
-            elif name in self.buffers:
-                model[name] = x + mean[name]
+                model[name] = first[name]
             else:
-                model[name] = x + x.dtype.type(self.settings.server_lr) * mean[name]
+                step = 1 if name in self.buffers else self.settings.server_lr
+                model[name] = np.asarray(x + x.dtype.type(step) * mean[name])  # a sum of 0-d arrays is a scalar
         self.model = model
 
     # ---- evaluation on the clients
@@ -181,6 +185,7 @@ class FederatedStrategy(Strategy):
         if not self.settings.client_evaluation:
             return None
         good = self._collect(replies, read_metrics)
+        self.round_metrics["client_failures"] = self._num_asked - len(good)
         if not good:
             return None
         weights = self._weights([metrics[wire.NUM_EXAMPLES] for metrics in good])
@@ -229,7 +234,6 @@ class FederatedStrategy(Strategy):
                 continue
             config = ConfigRecord(
                 {
-                    wire.ROUND: server_round,
                     wire.PARTITION: partition,
                     wire.SEED: derive_seed(settings.seed, server_round, partition, kind),
                     wire.LR: settings.learning_rate(server_round),
@@ -286,14 +290,15 @@ class FederatedStrategy(Strategy):
         """
         if len(set(num_steps)) == 1:
             self.steps_done += num_steps[0]
-        elif self.settings.beta2 > 0:
-            decay = sum(w * self.settings.beta2**k for w, k in zip(weights, num_steps, strict=True))
-            self.steps_done += math.log(decay) / math.log(self.settings.beta2)
+        elif (beta2 := self.settings.beta2) > 0:
+            fewest = min(num_steps)  # powers relative to it can't all underflow
+            decay = sum(w * beta2 ** (k - fewest) for w, k in zip(weights, num_steps, strict=True))
+            self.steps_done += fewest + math.log(decay) / math.log(beta2)
 
 
 def _last_line(reason: str | None) -> str:
-    """The gist of an error reply, whose reason may hold a whole traceback."""
-    lines = (reason or "").split("'>")[0].strip().splitlines()
+    """The gist of an error reply: Flower's reason is ``<class 'X'>:<'a whole traceback'>``."""
+    lines = [line.strip() for line in (reason or "").removesuffix("'>").splitlines() if line.strip()]
     return lines[-1] if lines else "no reason given"
 
 

@@ -10,6 +10,9 @@ from flwr.app import RecordDict
 from strategies import wire
 from strategies.wire import Vectors
 
+# Beyond what any client can have; a count that is wrong by more than this would own every weighted mean.
+MAX_EXAMPLES = 10**12
+
 
 class BadReply(ValueError):
     """A reply that must not be folded; the message says why."""
@@ -19,7 +22,6 @@ class BadReply(ValueError):
 class Reply:
     """What one client returned from one round, after all checks."""
 
-    partition: int
     num_examples: int
     num_steps: int
     vectors: Mapping[str, Vectors]  # wire.DELTA and what the method returns beside it
@@ -31,20 +33,26 @@ class Reply:
 
 
 def read_reply(
-    content: RecordDict, partition: int, model: Vectors, parameters: Vectors, returned: Sequence[str]
+    content: RecordDict,
+    partition: int,
+    model: Vectors,
+    parameters: Vectors,
+    returned: Sequence[str],
+    local_steps: int | None,
 ) -> Reply:
     """Decode and check the reply for ``partition``.
 
     ``model`` and ``parameters`` give the names, shapes and dtypes that the delta and the records named in
-    ``returned`` must have. Raises `BadReply`.
+    ``returned`` must have, ``local_steps`` the number of steps, if it is one for all. Raises `BadReply`.
     """
     expected = {wire.DELTA: model, **dict.fromkeys(returned, parameters)}
     missing = [name for name in expected if name not in content.array_records]
     if missing:
         raise BadReply(f"records {', '.join(missing)} are missing")
     metrics = read_metrics(content, partition)
-    if metrics.get(wire.NUM_STEPS, 0) < 1:
-        raise BadReply(f"metric {wire.NUM_STEPS} is {metrics.get(wire.NUM_STEPS)}, not at least 1")
+    steps = metrics.get(wire.NUM_STEPS)
+    if not isinstance(steps, int) or steps < 1 or local_steps not in (None, steps):
+        raise BadReply(f"metric {wire.NUM_STEPS} is {steps}, not {local_steps or 'a whole number above 0'}")
 
     vectors = {}
     for name, like in expected.items():
@@ -58,9 +66,8 @@ def read_reply(
         if (array < 0).any():
             raise BadReply(f"{wire.SECOND_MOMENT} {name} has negative entries")
     return Reply(
-        partition=partition,
         num_examples=int(metrics[wire.NUM_EXAMPLES]),
-        num_steps=int(metrics[wire.NUM_STEPS]),
+        num_steps=steps,
         vectors=vectors,
         metrics=metrics,
     )
@@ -76,8 +83,9 @@ def read_metrics(content: RecordDict, partition: int) -> dict[str, float]:
         raise BadReply(f"metric {odd[0]} is {metrics[odd[0]]}")
     if metrics.get(wire.PARTITION) != partition:
         raise BadReply(f"it answers for partition {metrics.get(wire.PARTITION)}")
-    if metrics.get(wire.NUM_EXAMPLES, 0) < 1:
-        raise BadReply(f"metric {wire.NUM_EXAMPLES} is {metrics.get(wire.NUM_EXAMPLES)}, not at least 1")
+    examples = metrics.get(wire.NUM_EXAMPLES)
+    if not isinstance(examples, int) or not 1 <= examples <= MAX_EXAMPLES:
+        raise BadReply(f"metric {wire.NUM_EXAMPLES} is {examples}, not a whole number from 1 to {MAX_EXAMPLES:g}")
     return metrics
 
 

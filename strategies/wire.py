@@ -16,7 +16,7 @@ Vectors = Mapping[str, NDArray]
 
 # Array records.
 MODEL = "model"  # x: parameters and buffers
-DELTA = "delta"  # x_K - x_0, of parameters and buffers
+DELTA = "delta"  # x_K - x_0, of parameters and floating buffers; of other buffers (counters) x_K itself
 CORRECTION = "correction"  # Delta_G, of parameters
 SECOND_MOMENT = "second_moment"  # v_bar to the clients, v_i back, of parameters
 
@@ -25,7 +25,6 @@ CONFIG = "config"
 METRICS = "metrics"
 
 # Keys of CONFIG.
-ROUND = "round"
 PARTITION = "partition"  # also in METRICS: a node may host several partitions
 SEED = "seed"
 LR = "lr"  # eta of this round

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
 # Redraws of a Dirichlet split in which some client got less than min_samples.
-MAX_DRAWS = 200
+MAX_DRAWS = 100
 
 
 class ImpossibleSplit(ValueError):
@@ -64,7 +64,8 @@ def split_indices(settings: SplitSettings, labels: NDArray, seed: int) -> list[N
                 f"classes_per_client = {settings.classes_per_client}: {clients} clients leave some of the "
                 f"{classes} classes without an owner; allowed is {classes - clients + 1} to {classes}"
             )
-        owners = -(-clients * settings.classes_per_client // classes)
+        full_turns, rest = divmod(clients, classes)
+        owners = settings.classes_per_client * full_turns + min(settings.classes_per_client, rest)
         if owners > np.bincount(labels)[np.unique(labels)].min():
             raise ImpossibleSplit(
                 f"clients = {clients}: a class would have {owners} owners and fewer examples; allowed is less"
@@ -74,10 +75,14 @@ def split_indices(settings: SplitSettings, labels: NDArray, seed: int) -> list[N
         parts = _draw(settings, labels, [seed, draw])
         if min(len(part) for part in parts) >= settings.min_samples:
             return parts
-    hint = f", dirichlet_alpha = {settings.dirichlet_alpha}" if settings.split == "dirichlet" else ""
+    if settings.split == "dirichlet":
+        raise ImpossibleSplit(
+            f"dirichlet_alpha = {settings.dirichlet_alpha}: none of {MAX_DRAWS} draws gave each of {clients} clients "
+            f"min_samples = {settings.min_samples} examples; allowed is a larger one, or fewer samples or clients"
+        )
     raise ImpossibleSplit(
-        f"min_samples = {settings.min_samples}: no {settings.split} split gave each of {clients} clients that many"
-        f"{hint}; allowed is less, e.g. {max(1, min(len(part) for part in parts))}"
+        f"min_samples = {settings.min_samples}: the smallest of {clients} clients gets "
+        f"{min(len(part) for part in parts)}; allowed is up to that"
     )
 
 

@@ -161,6 +161,20 @@ def test_trust_diagnostics_can_be_off(make_settings: MakeSettings) -> None:
     assert not {"positive_score_ratio", "top_score_mass"} & off.keys()
 
 
+def test_top_p_sets_how_much_of_the_score_counts(make_settings: MakeSettings) -> None:
+    mass = [
+        make_client(make_settings(top_p=p)).fit(*message_for("fedact"))[2]["top_score_mass"] for p in (0.1, 0.5, 1.0)
+    ]
+    assert mass[0] < mass[1] < mass[2] == pytest.approx(1)
+
+
+def test_training_after_an_evaluation_is_training_again(make_settings: MakeSettings) -> None:
+    client = make_client(make_settings(local_steps=7))
+    client.evaluate(*message_for("fedact"))
+    returned, _, _ = client.fit(*message_for("fedact"))
+    assert returned[wire.DELTA]["norm.num_batches_tracked"] == 7
+
+
 def test_local_epochs_set_the_number_of_steps(make_settings: MakeSettings) -> None:
     client = make_client(make_settings(local_epochs=3, batch_size=16))
     assert client.fit(*message_for("fedact"))[2][wire.NUM_STEPS] == 6  # 3 passes of ceil(30 / 16)
@@ -225,6 +239,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         prepare_device(missing, 1)
 
 
-def test_threads_are_set() -> None:
-    prepare_device("cpu", 1)
-    assert torch.get_num_threads() == 1
+def test_threads_are_set_each_time() -> None:
+    for threads in (2, 1, 2, 1):
+        prepare_device("cpu", threads)
+        assert torch.get_num_threads() == threads

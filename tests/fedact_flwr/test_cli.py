@@ -34,12 +34,19 @@ def test_run_shows_rounds_and_the_record(tmp_path: Path, monkeypatch: pytest.Mon
     code, output = fedact("run", "a.toml", "b.toml", "--engine", "inprocess", *sets(*SMALL, "method=fedadamw"))
     assert code == 0, output
     assert "fedadamw on digits: 2 of 3 clients a round, 2 rounds" in output
+    assert "note:" not in output
     assert "round 2/2  accuracy 0." in output
     assert "s left" in output
     folder = tmp_path / "runs" / "mine"  # output is relative to where the user stands
     assert f"record: {folder}" in output
     assert len((folder / "rounds.jsonl").read_text().splitlines()) == 2
     assert "[ROUND 2/2]" in (folder / "run.log").read_text()  # Flower's log
+
+
+def test_the_edge_of_stability_is_said_once(tmp_path: Path) -> None:
+    code, output = fedact("run", "--engine", "inprocess", *sets(*SMALL[:-1], f"output={tmp_path}"))
+    assert code == 0
+    assert output.count("edge of stability") == 1
 
 
 @pytest.mark.parametrize(
@@ -51,6 +58,10 @@ def test_run_shows_rounds_and_the_record(tmp_path: Path, monkeypatch: pytest.Mon
         ("min_samples=500", "error: min_samples = 500: "),
         ("nonsense", "error: --set nonsense: expected key=value"),
         ("output=/proc/nowhere", "error: output = '/proc/nowhere': "),
+        ("output=~nobody-of-that-name/x", "error: output = '~nobody-of-that-name/x': "),
+        ("threads=1000", "error: threads = 1000: allowed is 1 to "),
+        ("client_gpus=99.0", "error: client_gpus = 99.0: allowed is 0 to "),
+        ("seed=-1", "error: seed = -1: allowed is a whole number at least 0 and below "),
     ],
 )
 def test_wrong_settings_end_in_one_line_and_exit_code_2(setting: str, message: str, tmp_path: Path) -> None:

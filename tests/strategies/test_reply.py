@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from strategies import wire
-from strategies.reply import BadReply, read_reply
+from strategies.reply import MAX_EXAMPLES, BadReply, read_reply
 
 MODEL = {"w": np.zeros(3, np.float32)}
 METRICS = {wire.PARTITION: 0, wire.NUM_EXAMPLES: 5, wire.NUM_STEPS: 2, wire.TRAIN_LOSS: 0.5}
@@ -26,17 +26,21 @@ numbers = st.one_of(st.integers(-(2**62), 2**62), st.floats())
     delta=records,
     second_moment=records,
     changes=st.dictionaries(st.sampled_from([*METRICS, "other"]), numbers, max_size=3),
+    local_steps=st.sampled_from([None, 2, 3]),
 )
-def test_gives_a_sane_reply_or_says_why_not(delta: ArrayRecord, second_moment: ArrayRecord, changes: dict) -> None:
+def test_gives_a_sane_reply_or_says_why_not(
+    delta: ArrayRecord, second_moment: ArrayRecord, changes: dict, local_steps: int | None
+) -> None:
     content = RecordDict(
         {wire.DELTA: delta, wire.SECOND_MOMENT: second_moment, wire.METRICS: MetricRecord(METRICS | changes)}
     )
     try:
-        reply = read_reply(content, 0, MODEL, MODEL, (wire.SECOND_MOMENT,))
+        reply = read_reply(content, 0, MODEL, MODEL, (wire.SECOND_MOMENT,), local_steps)
     except BadReply:
         return
-    assert reply.num_examples >= 1
+    assert 1 <= reply.num_examples <= MAX_EXAMPLES
     assert reply.num_steps >= 1
+    assert local_steps in (None, reply.num_steps)
     assert all(np.isfinite(value) for value in reply.metrics.values())
     for vector in reply.vectors.values():
         assert vector.keys() == {"w"}
@@ -49,6 +53,6 @@ def test_gives_a_sane_reply_or_says_why_not(delta: ArrayRecord, second_moment: A
 @given(fitting.filter(lambda a: np.isfinite(a).all()))
 def test_good_replies_arrive_as_they_were_sent(delta: np.ndarray) -> None:
     content = RecordDict({wire.DELTA: wire.to_record({"w": delta}), wire.METRICS: MetricRecord(METRICS)})
-    reply = read_reply(content, 0, MODEL, MODEL, ())
+    reply = read_reply(content, 0, MODEL, MODEL, (), 2)
     assert reply.delta["w"].tobytes() == delta.tobytes()
     assert (reply.num_examples, reply.num_steps) == (5, 2)

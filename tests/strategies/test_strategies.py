@@ -14,6 +14,8 @@ from fedact_flwr.inprocess import InProcessGrid
 from fedact_flwr.settings import Settings
 from strategies import STRATEGIES, FedACT, FedAvg, FederatedStrategy, RunFailed, wire
 from strategies.aggregation import linear_combination
+from strategies.federated import _last_line
+from strategies.hosts import Hosts
 
 MakeSettings = Callable[..., Settings]
 X0 = {"w": np.array([1, 2, 3], np.float32)}
@@ -131,7 +133,7 @@ def test_weighting_by_examples_weights_x_v_and_delta_g_alike(two_clients: MakeSe
 def test_unequal_steps(two_clients: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each delta is divided by its own K; t follows the mean EMA weight (1 - .5^1 + 1 - .5^2) / 2 = 1 - .375."""
     monkeypatch.setattr(f"{__name__}.STEPS", [1, 2])
-    strategy = FedACT(two_clients())
+    strategy = FedACT(two_clients(local_epochs=1))
     grid, _ = grid_of(lambda p: reply_of(p, FedACT.returned))
     one_round(strategy, grid)
     # -(delta_0 / (1 * .5) + delta_1 / (2 * .5)) / 2
@@ -140,19 +142,55 @@ def test_unequal_steps(two_clients: MakeSettings, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("method", STRATEGIES)
-def test_order_of_replies_does_not_matter(method: str, two_clients: MakeSettings) -> None:
+def test_order_of_replies_does_not_matter(method: str, make_settings: MakeSettings) -> None:
+    """Three deltas whose float64 sum depends on the order, and a counter that is taken from the first partition."""
+    scale = [np.float32(x) for x in (1e20, 3.0, -1e20)]
+    x0 = {"w": np.zeros(3, np.float32), "count": np.array(0)}
+
+    def respond(partition: int) -> RecordDict:
+        content = reply_of(0, STRATEGIES[method].returned)
+        delta = {"w": np.full(3, scale[partition]), "count": np.array(partition + 1)}
+        content[wire.DELTA] = wire.to_record(delta)
+        content[wire.METRICS][wire.PARTITION] = partition
+        return content
+
     ends = []
-    for order in (1, -1):
-        strategy = STRATEGIES[method](two_clients(method=method))
-        grid, _ = grid_of(lambda p, s=strategy: reply_of(p, s.returned))
-        arrays, _ = one_round(strategy, grid, order=order)
-        ends.append(
-            (
-                wire.from_record(arrays)["w"].tobytes(),
-                {k: v["w"].tobytes() for k, v in strategy.state.items()},
-            )
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0], [0, 2, 1]):
+        strategy = STRATEGIES[method](
+            make_settings(method=method, clients=3, clients_per_round=3), buffers=frozenset({"count"})
         )
-    assert ends[0] == ends[1]
+        grid, _ = grid_of(respond, 3, 3)
+        messages = strategy.configure_train(1, wire.to_record(x0), ConfigRecord(), grid)
+        replies = list(grid.send_and_receive(messages))
+        arrays, _ = strategy.aggregate_train(1, [replies[i] for i in order])
+        state = {record: vectors["w"].tobytes() for record, vectors in strategy.state.items()}
+        model = {name: array.tobytes() for name, array in wire.from_record(arrays).items()}
+        ends.append((model, state))
+    assert all(end == ends[0] for end in ends)
+
+
+def test_the_rounds_learning_rate_reaches_clients_and_delta_g(two_clients: MakeSettings) -> None:
+    """Cosine from .5 over 3 rounds: in round 2 eta = .5 (1 + cos(pi/3)) / 2 = .375."""
+    strategy = FedACT(two_clients(lr_schedule="cosine"))
+    grid, seen = grid_of(lambda p: reply_of(p, FedACT.returned))
+    arrays, _ = one_round(strategy, grid)
+    one_round(strategy, grid, 2, arrays)
+    assert seen[-1].content[wire.CONFIG][wire.LR] == pytest.approx(0.375)
+    np.testing.assert_allclose(strategy.state[wire.CORRECTION]["w"], np.array([3, -1, -2]) / 3.75, rtol=1e-6)
+
+
+def test_metrics_of_clients_never_overwrite_the_servers(two_clients: MakeSettings) -> None:
+    strategy = FedACT(two_clients())
+
+    def respond(partition: int) -> RecordDict:
+        content = reply_of(partition, FedACT.returned)
+        content[wire.METRICS].update({"lr": 1e-9, "round": 99, "replies": 0, "mine": 2.0})
+        return content
+
+    grid, _ = grid_of(respond)
+    _, metrics = one_round(strategy, grid)
+    assert (metrics["lr"], metrics["round"], metrics["replies"], metrics["mine"]) == (0.5, 1, 2, 2.0)
+    np.testing.assert_allclose(strategy.state[wire.CORRECTION]["w"], [0.6, -0.2, -0.4], rtol=1e-7)
 
 
 def test_fedavg_sends_and_wants_the_model_alone(two_clients: MakeSettings) -> None:
@@ -181,16 +219,54 @@ def test_buffers_are_averaged_and_counters_taken(two_clients: MakeSettings) -> N
     arrays, _ = one_round(strategy, grid, arrays=wire.to_record(x0))
     model = wire.from_record(arrays)
     assert model["mean"].tolist() == [3, 3]  # buffers move by the whole mean
-    assert model["count"].tolist() == 12  # 7 + 5 of the first partition
+    assert strategy.model["count"].shape == ()
+    assert model["count"].tolist() == 5  # what the first partition counted
     assert model["w"].tolist() == [-1.5, 0.5, 1]
     assert strategy.state[wire.CORRECTION].keys() == strategy.state[wire.SECOND_MOMENT].keys() == {"w"}
 
 
-def test_diagnose_sees_trainable_deltas(two_clients: MakeSettings) -> None:
-    strategy = FedAvg(two_clients(method="fedavg"), diagnose=lambda deltas: {"first": float(deltas[0]["w"][0])})
-    grid, _ = grid_of(lambda p: reply_of(p, ()))
-    _, metrics = one_round(strategy, grid)
-    assert metrics["first"] == -2
+def test_diagnose_sees_the_deltas_of_trainable_parameters(two_clients: MakeSettings) -> None:
+    seen: list[Any] = []
+
+    def diagnose(deltas: Any) -> dict[str, float]:
+        seen.extend(deltas)
+        return {"mine": 7.0}
+
+    def respond(partition: int) -> RecordDict:
+        content = reply_of(partition, ())
+        content[wire.DELTA] = wire.to_record({"w": DELTAS[partition], "buffer": np.ones(2, np.float32)})
+        return content
+
+    x0 = {**X0, "buffer": np.zeros(2, np.float32)}
+    strategy = FedAvg(two_clients(method="fedavg"), buffers=frozenset({"buffer"}), diagnose=diagnose)
+    _, metrics = one_round(strategy, grid_of(respond)[0], arrays=wire.to_record(x0))
+    assert metrics["mine"] == 7
+    assert [{name: a.tolist() for name, a in delta.items()} for delta in seen] == [{"w": d.tolist()} for d in DELTAS]
+
+
+def test_client_evaluation_is_weighted_and_counts_failures(two_clients: MakeSettings) -> None:
+    app = ClientApp()
+
+    @app.query("hosted_partitions")
+    def query(message: Message, context: Any) -> Message:
+        return Message(RecordDict({wire.CONFIG: ConfigRecord({wire.HOSTED: [0, 1, 2]})}), reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Any) -> Message:
+        partition = message.content[wire.CONFIG][wire.PARTITION]
+        if partition == 2:
+            raise RuntimeError("lost")
+        metrics = {wire.PARTITION: partition, wire.NUM_EXAMPLES: EXAMPLES[partition], "accuracy": float(partition)}
+        return Message(RecordDict({wire.METRICS: MetricRecord(metrics)}), reply_to=message)
+
+    settings = two_clients(
+        clients=3, clients_per_round=3, client_evaluation=True, holdout=0.2, weighting="examples", method="fedavg"
+    )
+    strategy, grid = FedAvg(settings), InProcessGrid(app, 1, {})
+    messages = strategy.configure_evaluate(1, wire.to_record(X0), ConfigRecord(), grid)
+    metrics = strategy.aggregate_evaluate(1, grid.send_and_receive(messages))
+    assert metrics["client_accuracy"] == pytest.approx(0.75)
+    assert (metrics["client_num_examples"], metrics["client_failures"]) == (4, 1)
 
 
 # ---- sampling and hosting
@@ -232,6 +308,53 @@ def test_partitions_without_a_node_are_left_out_and_counted(two_clients: MakeSet
     assert (metrics["replies"], metrics["failures"]) == (1, 1)
 
 
+class LateGrid(InProcessGrid):
+    """Nodes appear one by one, one more each time they are counted, up to ``connected``."""
+
+    connected = 2
+    shown = 0
+
+    def get_node_ids(self) -> list[int]:
+        self.shown = min(self.shown + 1, self.connected)
+        return list(super().get_node_ids())[: self.shown]
+
+
+def late_grid() -> LateGrid:
+    grid = grid_of(lambda p: reply_of(p, ()))[0]
+    grid.__class__ = LateGrid
+    assert isinstance(grid, LateGrid)
+    return grid
+
+
+def test_a_run_waits_for_its_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("strategies.hosts.time.sleep", slept.append)
+    grid, hosts = late_grid(), Hosts(clients=2, node_timeout=60)
+    assert hosts.find([0], grid).keys() == {0}
+    assert len(slept) == 1  # for partition 1, though only 0 was asked for: what later rounds need counts too
+    grid.connected = 1  # a node has gone: its partition is left out at once
+    grid.shown = 0
+    assert hosts.find([0, 1], grid).keys() == {0}
+    assert len(slept) == 1
+    grid.connected = 2  # and is back
+    assert hosts.find([0, 1], grid).keys() == {0, 1}
+
+
+def test_a_node_with_a_bad_answer_is_left_out() -> None:
+    app = ClientApp()
+
+    @app.query("hosted_partitions")
+    def query(message: Message, context: Any) -> Message:
+        node = context.node_config["partition-id"]
+        if node == 0:
+            raise ValueError("no partition-id")
+        record = ConfigRecord({wire.HOSTED: [1, 7]}) if node == 1 else ConfigRecord({})
+        return Message(RecordDict({wire.CONFIG: record}), reply_to=message)
+
+    nodes = Hosts(clients=3, node_timeout=0).find(range(3), InProcessGrid(app, 3, {}))
+    assert nodes.keys() == {1}  # partition 7 is none of this run's
+
+
 # ---- failure
 
 
@@ -263,7 +386,9 @@ BAD = {
     "missing record": (lambda c: c.__delitem__(wire.SECOND_MOMENT), "second_moment are missing"),
     "missing metrics": (lambda c: c.__delitem__(wire.METRICS), "metrics is missing"),
     "no examples": (metric(num_examples=0), "num_examples is 0"),
+    "too many examples": (metric(num_examples=2**62), "num_examples is 4611686018427387904"),
     "no steps": (metric(num_steps=0), "num_steps is 0"),
+    "other steps": (metric(num_steps=11), "num_steps is 11, not 10"),
     "other partition": (metric(partition=0), "partition 0"),
     "nan loss": (metric(train_loss=float("nan")), "train_loss"),
 }  # fmt: skip
@@ -292,6 +417,17 @@ def test_a_client_that_raises_is_a_bad_reply(two_clients: MakeSettings) -> None:
     grid, _ = grid_of(broken(explode))
     _, metrics = one_round(strategy, grid)
     assert (metrics["replies"], metrics["failures"]) == (1, 1)
+
+
+def test_the_gist_of_flowers_error_reply() -> None:
+    simulated = (
+        "<class 'ray.exceptions.RayTaskError(ClientAppException)'>:<'\x1b[36mray::ClientAppActor.run()\x1b[39m\n"
+        '  File "client.py", line 3, in fit\n    raise RuntimeError("out of memory")\n'
+        "RuntimeError: it's out of memory\n'>"
+    )
+    assert _last_line(simulated) == "RuntimeError: it's out of memory"
+    assert _last_line("ValueError: x") == "ValueError: x"
+    assert _last_line(None) == _last_line("") == "no reason given"
 
 
 def test_below_the_quorum_the_model_stays_and_the_run_ends_after_a_while(two_clients: MakeSettings) -> None:

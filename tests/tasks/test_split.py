@@ -85,7 +85,7 @@ def test_min_samples_is_kept_by_redrawing() -> None:
     ("changes", "message"),
     [
         ({"min_samples": 41}, "min_samples = 41: .*allowed is up to 40"),
-        ({"min_samples": 40, "dirichlet_alpha": 0.05}, "min_samples = 40: .*dirichlet_alpha = 0.05"),
+        ({"min_samples": 40, "dirichlet_alpha": 0.05}, "dirichlet_alpha = 0.05: .*min_samples = 40"),
         ({"split": "by_class", "classes_per_client": 5}, "classes_per_client = 5: allowed is 1 to 4"),
         (
             {"split": "by_class", "classes_per_client": 1, "clients": 3},
@@ -95,11 +95,15 @@ def test_min_samples_is_kept_by_redrawing() -> None:
             {"split": "by_class", "classes_per_client": 4, "clients": 60, "min_samples": 1},
             "clients = 60: .*60 owners",
         ),
+        ({"split": "by_class", "clients": 8, "min_samples": 25}, "min_samples = 25: the smallest .* gets 24"),
+        ({"split": "by_class", "clients": 12, "classes_per_client": 3, "min_samples": 1, "few": 8}, "9 owners"),
     ],
 )
 def test_impossible_splits_say_what_is_allowed(changes: dict, message: str) -> None:
+    few = changes.get("few", 50)  # examples of class 0
+    settings = make(**{key: value for key, value in changes.items() if key != "few"})
     with pytest.raises(ImpossibleSplit, match=message):
-        split_indices(make(**changes), LABELS, 0)
+        split_indices(settings, LABELS[50 - few :], 0)
 
 
 def test_digits_by_dirichlet_as_in_the_main_job(make_settings: Callable) -> None:
