@@ -61,9 +61,10 @@ def run(
         f"{settings.method} on {settings.task}: {settings.clients_per_round} of {settings.clients} clients a round, "
         f"{settings.rounds} rounds, engine {engine}",
         highlight=False,
+        soft_wrap=True,
     )
     if note := CLIENT_METHODS[settings.method].note(settings):
-        console.print(f"note: {note}", style="yellow", highlight=False)
+        console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
     for number in ENDING_SIGNALS:  # a plain kill or a closed terminal ends a run as cleanly as Ctrl-C
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _interrupt)

@@ -189,8 +189,9 @@ class FederatedStrategy(Strategy):
         if not good:
             return None
         weights = self._weights([metrics[wire.NUM_EXAMPLES] for metrics in good])
-        self.round_metrics |= {f"client_{key}": value for key, value in _weighted_metrics(good, weights).items()}
-        return MetricRecord(dict(self.round_metrics))
+        mean = {f"client_{key}": value for key, value in _weighted_metrics(good, weights).items()}
+        self.round_metrics |= mean
+        return MetricRecord(dict(mean))
 
     def summary(self) -> None:
         log(

@@ -113,16 +113,17 @@ def test_fit_is_a_function_of_message_and_seed(method: str, make_settings: MakeS
 
 @pytest.mark.parametrize("method", CLIENT_METHODS)
 def test_one_client_equals_its_local_optimizer(method: str, make_settings: MakeSettings) -> None:
-    settings = make_settings(method=method, local_steps=5)
+    unusual = {"momentum": 0.6, "beta1": 0.7, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.2, "scope": "tensor"}
+    settings = make_settings(method=method, local_steps=5, **unusual)
     returned, _, _ = make_client(settings).fit(*message_for(method))
     model = toy_model()
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = {
-        "fedavg": lambda: torch.optim.SGD(parameters, 0.05, weight_decay=0.001),
-        "local_adamw": lambda: torch.optim.AdamW(parameters, 0.05, weight_decay=0.01),
-        "fedadamw": lambda: ActAdamW(parameters, 0.05, tau=1),
-        "fedact_local": lambda: ActAdamW(parameters, 0.05, score="local"),
-        "fedact": lambda: ActAdamW(parameters, 0.05),
+        "fedavg": lambda: torch.optim.SGD(parameters, 0.05, momentum=0.6, weight_decay=0.2),
+        "local_adamw": lambda: torch.optim.AdamW(parameters, 0.05, (0.7, 0.9), 1e-3, 0.2),
+        "fedadamw": lambda: ActAdamW(parameters, 0.05, (0.7, 0.9), 1e-3, 0.2, tau=1),
+        "fedact_local": lambda: ActAdamW(parameters, 0.05, (0.7, 0.9), 1e-3, 0.2, scope="tensor", score="local"),
+        "fedact": lambda: ActAdamW(parameters, 0.05, (0.7, 0.9), 1e-3, 0.2, scope="tensor"),
     }[method]
     stream = batches(toy_examples(), settings.batch_size, torch.Generator().manual_seed(11))
     start = model.head.weight.detach().clone()
