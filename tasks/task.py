@@ -1,5 +1,5 @@
 """What a task offers: data, a model, a loss and metrics. Write one as a class with these members and name it in
-`tasks.TASKS`; docs/tasks.md shows one in full."""
+`tasks.TASKS`; docs/add-a-task.md shows one in full."""
 
 from collections.abc import Mapping
 from typing import Literal, Protocol, TypedDict

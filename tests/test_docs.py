@@ -32,13 +32,13 @@ def losses(settings: Settings) -> list[float]:
 
 
 def test_the_task(make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS, "breast_cancer", code_of("tasks.md")["BreastCancer"]())
+    monkeypatch.setitem(TASKS, "breast_cancer", code_of("add-a-task.md")["BreastCancer"]())
     run = losses(make_settings(task="breast_cancer", dirichlet_alpha=0.5, rounds=5, name="run"))
     assert run[-1] < 0.7 * run[0]
 
 
 def test_the_method(make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch) -> None:
-    code = code_of("methods.md")
+    code = code_of("add-a-method.md")
     monkeypatch.setitem(STRATEGIES, "fedavgm", code["FedAvgM"])
     monkeypatch.setitem(CLIENT_METHODS, "fedavgm", code["client_half"])
     run = losses(make_settings(method="fedavgm", lr=0.001, split="iid", rounds=6, name="run"))
