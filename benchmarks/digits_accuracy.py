@@ -20,7 +20,7 @@ from pathlib import Path
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.record import COMPLETED, SETTINGS_FILE, read_summary
 from fedact_flwr.settings import dump, parse, read_defaults, read_file
-from strategies import STRATEGIES
+from strategies import STRATEGIES, RunFailed
 
 TUNING_SEEDS = (11, 12)
 SEEDS = (1, 2, 3, 4, 5)
@@ -28,7 +28,10 @@ GRID = {"adamw": (1.5e-3, 3e-3, 6e-3, 12e-3, 24e-3), "sgd": (0.03, 0.1, 0.3, 1.0
 
 
 def final_accuracy(job: tuple[str, str, float, int, str]) -> float:
-    """Run one job (method, split, lr, seed, output) unless its record is complete, and give its final accuracy."""
+    """Run one job (method, split, lr, seed, output) unless its record is complete, and give its final accuracy.
+
+    0 for a run that diverged.
+    """
     method, split, lr, seed, output = job
     name = f"{split}-{method}-lr{lr:g}-s{seed}"
     folder = Path(output) / name
@@ -42,7 +45,10 @@ def final_accuracy(job: tuple[str, str, float, int, str]) -> float:
 
         logging.getLogger("flwr").setLevel(logging.ERROR)
         shutil.rmtree(folder, ignore_errors=True)
-        run_inprocess(server_app, client_app, settings.clients, dump(settings))
+        try:
+            run_inprocess(server_app, client_app, settings.clients, dump(settings))
+        except RunFailed:  # every client's loss was nan: this learning rate is too large
+            return 0.0
         summary = read_summary(folder)
         assert summary is not None
     return summary["final"]["accuracy"]
