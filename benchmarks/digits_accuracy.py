@@ -24,7 +24,8 @@ from strategies import STRATEGIES, RunFailed
 
 TUNING_SEEDS = (11, 12)
 SEEDS = (1, 2, 3, 4, 5)
-GRID = {"adamw": (1.5e-3, 3e-3, 6e-3, 12e-3, 24e-3), "sgd": (0.03, 0.1, 0.3, 1.0)}
+ADAPTIVE = (1.5e-3, 3e-3, 6e-3, 12e-3, 24e-3)
+GRID = {"adamw": ADAPTIVE, "adam": ADAPTIVE, "sgd": (0.03, 0.1, 0.3, 1.0)}
 
 
 def final_accuracy(job: tuple[str, str, float, int, str]) -> float:

@@ -19,6 +19,8 @@ class LocalSettings(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     method: str
+    local_optimizer: Literal["auto", "sgd", "adamw"]
+    mu: NonNegativeFloat
     local_steps: PositiveInt
     local_epochs: NonNegativeInt
     batch_size: PositiveInt

@@ -18,9 +18,19 @@ from rich.table import Table
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.progress import Follow
 from fedact_flwr.record import FAILED, INTERRUPTED, make_folder, read_summary, results, write_summary
-from fedact_flwr.settings import Settings, SettingsError, dump, parse, read_defaults, read_file, read_override
+from fedact_flwr.settings import (
+    Settings,
+    SettingsError,
+    dump,
+    method_settings,
+    parse,
+    read_defaults,
+    read_file,
+    read_override,
+)
 from strategies import STRATEGIES, wire
 from tasks import TASKS
+from tasks.task import Family
 
 BAD_SETTINGS, RUN_FAILED, RUN_INTERRUPTED = 2, 1, 130
 LOG_FILE = "run.log"
@@ -92,16 +102,20 @@ def run(
 
 @app.command()
 def methods() -> None:
-    """List the methods: what a client does, and what travels beside the model and its delta."""
-    table = Table("method", "local step", "broadcast", "returned", "bytes per parameter down / up")
+    """List the methods: what a client does, what travels beside the model and its delta, and their own settings."""
+    defaults = read_defaults()
+    table = Table("method", "local step", "broadcast", "returned", "bytes / parameter", "own settings", "source")
     for name, strategy in STRATEGIES.items():
         down, up = (wire.MODEL, *strategy.broadcast), (wire.DELTA, *strategy.returned)
+        own = {"server_lr": strategy.default_server_lr} | {key: defaults[key] for key in method_settings(name)}
         table.add_row(
             name,
             CLIENT_METHODS[name].local_step,
             ", ".join(down),
             ", ".join(up),
-            f"{4 * len(down)} / {4 * len(up)}",
+            f"{4 * len(down)} down, {4 * len(up)} up",
+            " ".join(f"{key}={value}" for key, value in own.items()),
+            strategy.source,
         )
     Console().print(table)
 
@@ -109,9 +123,10 @@ def methods() -> None:
 @app.command()
 def tasks() -> None:
     """List the tasks."""
-    table = Table("task", "what it is", "target", "lr, weight decay (AdamW)", "(SGD)")
+    families: tuple[Family, ...] = ("adamw", "adam", "sgd")
+    table = Table("task", "what it is", "target", *(f"lr, weight decay ({family})" for family in families))
     for name, task in TASKS.items():
-        values = (f"{d['lr']:g}, {d['weight_decay']:g}" for d in (task.defaults["adamw"], task.defaults["sgd"]))
+        values = (f"{d['lr']:g}, {d['weight_decay']:g}" for d in (task.defaults[f] for f in families))
         table.add_row(name, task.summary, task.target, *values)
     Console().print(table)
 

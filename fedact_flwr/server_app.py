@@ -13,7 +13,7 @@ from clients.device import UnavailableDevice, prepare_device
 from clients.diagnostics import direction_consistency
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.record import RunRecord
-from fedact_flwr.settings import Settings, SettingsError, parse
+from fedact_flwr.settings import Settings, SettingsError, check_method_settings, parse
 from strategies import STRATEGIES, RunFailed, wire
 from strategies.seeds import derive_seed
 from strategies.wire import Vectors
@@ -83,6 +83,7 @@ def run(settings: Settings, grid: Grid) -> None:
 
 def check(settings: Settings) -> None:
     """What only the machine and the data can tell about the settings. Raises `SettingsError`."""
+    check_method_settings(settings)
     if settings.tensorboard and find_spec("tensorboard") is None:
         raise SettingsError("tensorboard = true: the package tensorboard is not installed; allowed is false")
     try:

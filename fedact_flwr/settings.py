@@ -17,7 +17,7 @@ from tasks.split import SplitSettings
 
 PROJECT = Path(__file__).resolve().parent.parent
 AUTO = "auto"
-AUTO_KEYS = ("lr", "weight_decay", "alpha", "gamma", "client_gpus")
+AUTO_KEYS = ("lr", "weight_decay", "server_lr", "alpha", "gamma", "client_gpus")
 
 
 class SettingsError(ValueError):
@@ -83,7 +83,9 @@ def parse(config: Mapping[str, Any]) -> Settings:
             raise SettingsError(f"{key} = {config[key]!r}: allowed is one of {', '.join(registry)}")
 
     resolved = dict(config)
-    defaults = TASKS[config["task"]].defaults[CLIENT_METHODS[config["method"]].family]
+    method = CLIENT_METHODS[config["method"]]
+    defaults: dict[str, Any] = {"server_lr": STRATEGIES[config["method"]].default_server_lr}
+    defaults |= TASKS[config["task"]].defaults[method.family_for(str(config["local_optimizer"]))]
     resolved |= {key: value for key, value in defaults.items() if resolved[key] == AUTO}
     for key in ("alpha", "gamma", "client_gpus"):
         if resolved[key] == AUTO:
@@ -101,6 +103,25 @@ def parse(config: Mapping[str, Any]) -> Settings:
 def dump(settings: Settings) -> dict[str, Any]:
     """The settings as a run config that `parse` takes."""
     return {key: AUTO if value is None else value for key, value in settings.model_dump().items()}
+
+
+def method_settings(method: str) -> tuple[str, ...]:
+    """The settings that the halves of a method read and not every method has."""
+    return (*CLIENT_METHODS[method].settings, *STRATEGIES[method].settings_used)
+
+
+def check_method_settings(settings: Settings) -> None:
+    """Refuse what was set for another method: it would have no effect. Raises `SettingsError`."""
+    own = method_settings(settings.method)
+    config, defaults = dump(settings), read_defaults()
+    for key in sorted({key for method in STRATEGIES for key in method_settings(method)} - set(own)):
+        if config[key] != defaults[key]:
+            near = difflib.get_close_matches(key, own, 1, cutoff=0.4)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise SettingsError(
+                f"{key} = {config[key]!r}: {settings.method} has no such setting{hint}; allowed is the default, "
+                f"{defaults[key]!r}; its own settings are {', '.join(own) or 'none'}"
+            )
 
 
 def _check_together(s: Settings) -> None:

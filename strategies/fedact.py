@@ -20,6 +20,7 @@ class FedAdamW(FederatedStrategy):
     Delta_G takes the raw client deltas, weight decay included, even where server_lr is not 1 (FedACT, Algorithm 1).
     """
 
+    source = "FedAdamW, as compared in the FedACT paper"
     broadcast = (wire.CORRECTION, wire.SECOND_MOMENT)
     returned = (wire.SECOND_MOMENT,)
 
@@ -33,9 +34,19 @@ class FedAdamW(FederatedStrategy):
         self.move(replies, weights)
 
 
+class FedLADA(FedAdamW):
+    """The same server; what the clients return as v_i is AMSGrad's maximum, see `clients.fedlada.AmendedAMSGrad`."""
+
+    source = "Sun et al. 2023, FedLADA"
+
+
 class FedACTLocal(FedAdamW):
     """FedACT whose clients score with their own direction, s = u_loc * g (the ablation of the paper's Table 3)."""
+
+    source = "the FedACT paper, Table 3"
 
 
 class FedACT(FedAdamW):
     """Federated Adaptive Coordinate Trust modulation; the clients run `clients.optimizers.ActAdamW`."""
+
+    source = "the FedACT paper, Algorithm 1"

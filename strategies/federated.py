@@ -41,6 +41,9 @@ class ServerSettings(BaseModel):
     lr_min: NonNegativeFloat
     beta2: Annotated[float, Field(ge=0, lt=1)]
     server_lr: PositiveFloat
+    server_beta1: Annotated[float, Field(ge=0, lt=1)]
+    server_beta2: Annotated[float, Field(ge=0, lt=1)]
+    server_eps: PositiveFloat
     weighting: Literal["uniform", "examples"]
     min_replies: PositiveInt
     max_failed_rounds: PositiveInt
@@ -90,6 +93,9 @@ class FederatedStrategy(Strategy):
     broadcast: ClassVar[tuple[str, ...]] = ()  # records sent beside the model
     returned: ClassVar[tuple[str, ...]] = ()  # records returned beside the delta
     kept: ClassVar[tuple[str, ...]] = ()  # records of `state` that stay on the server
+    settings_used: ClassVar[tuple[str, ...]] = ()  # settings that it reads and not every method has
+    default_server_lr: ClassVar[float] = 1.0  # where server_lr is "auto"
+    source: ClassVar[str] = ""  # where the method comes from
 
     def __init__(
         self,
@@ -156,20 +162,23 @@ class FederatedStrategy(Strategy):
         self._arrays = wire.to_record(self.model)
         return self._arrays, MetricRecord(dict(self.round_metrics))
 
-    def move(self, replies: Sequence[Reply], weights: Sequence[float]) -> None:
-        """``x <- x + server_lr * sum_i weights[i] delta_i``, for buffers with a step of 1.
+    def move(self, replies: Sequence[Reply], weights: Sequence[float], direction: Vectors | None = None) -> None:
+        """``x <- x + server_lr * direction``, by default the weighted mean of the deltas.
 
-        Buffers that are no floats (counters) can't be averaged; they are taken from the first reply.
+        Buffers always move by their whole mean delta; those that are no floats (counters) can't be averaged and are
+        taken from the first reply.
         """
-        first = replies[0].delta
         mean = linear_combination(weights, [reply.delta for reply in replies])
+        direction = direction or mean
         model: dict[str, NDArray] = {}
         for name, x in self.model.items():
             if not np.issubdtype(x.dtype, np.floating):
-                model[name] = first[name]
+                moved = replies[0].delta[name]
+            elif name in self.buffers:
+                moved = x + mean[name]
             else:
-                step = 1 if name in self.buffers else self.settings.server_lr
-                model[name] = np.asarray(x + x.dtype.type(step) * mean[name])  # a sum of 0-d arrays is a scalar
+                moved = x + x.dtype.type(self.settings.server_lr) * direction[name]
+            model[name] = np.asarray(moved, dtype=x.dtype)  # a sum of 0-d arrays is a scalar
         self.model = model
 
     # ---- evaluation on the clients

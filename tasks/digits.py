@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Literal
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tasks.classification import cross_entropy, loss_and_accuracy
-from tasks.task import Defaults, Examples
+from tasks.task import Defaults, Examples, Family
 from tasks.vit import ViT
 
 TEST_SHARE = 0.2
@@ -23,8 +22,9 @@ class Digits:
 
     summary = "scikit-learn's handwritten digits, 8x8 grey, 10 classes; ViT of 2 blocks, width 48"
     target = "accuracy"
-    defaults: Mapping[Literal["adamw", "sgd"], Defaults] = {
+    defaults: Mapping[Family, Defaults] = {
         "adamw": {"lr": 3e-3, "weight_decay": 0.01},
+        "adam": {"lr": 3e-3, "weight_decay": 0.001},
         "sgd": {"lr": 0.1, "weight_decay": 0.001},
     }
 

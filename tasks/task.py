@@ -11,6 +11,10 @@ from torch import Tensor, nn
 Examples = Mapping[str, Tensor]
 
 
+# Families of local optimizers: decoupled decay, coupled decay, SGD.
+Family = Literal["adamw", "adam", "sgd"]
+
+
 class Defaults(TypedDict):
     """Values of settings that stand at "auto"."""
 
@@ -23,7 +27,7 @@ class Task(Protocol):
 
     summary: str  # one line for people
     target: str  # the metric that ranks models, e.g. "accuracy"; higher is better
-    defaults: Mapping[Literal["adamw", "sgd"], Defaults]  # by the family of the local optimizer
+    defaults: Mapping[Family, Defaults]  # by the family of the local optimizer
 
     def train_labels(self) -> NDArray:
         """The class of each training example, shape (n,), int64: what a split goes by."""

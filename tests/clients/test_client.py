@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from clients.client import FedClient, exchanged_state, load_state
 from clients.device import UnavailableDevice, prepare_device
+from clients.fedlada import AmendedAMSGrad
 from clients.methods import CLIENT_METHODS
 from clients.optimizers import ActAdamW
 from clients.training import batches, train
@@ -113,13 +114,26 @@ def test_fit_is_a_function_of_message_and_seed(method: str, make_settings: MakeS
 
 @pytest.mark.parametrize("method", CLIENT_METHODS)
 def test_one_client_equals_its_local_optimizer(method: str, make_settings: MakeSettings) -> None:
-    unusual = {"momentum": 0.6, "beta1": 0.7, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.2, "scope": "tensor"}
+    unusual = {
+        "momentum": 0.6,
+        "beta1": 0.7,
+        "beta2": 0.9,
+        "eps": 1e-3,
+        "weight_decay": 0.2,
+        "scope": "tensor",
+        "mu": 0.4,
+    }
     settings = make_settings(method=method, local_steps=5, **unusual)
     returned, _, _ = make_client(settings).fit(*message_for(method))
     model = toy_model()
     parameters = [p for p in model.parameters() if p.requires_grad]
+    zeros = [torch.zeros_like(p) for p in parameters]
     optimizer = {
         "fedavg": lambda: torch.optim.SGD(parameters, 0.05, momentum=0.6, weight_decay=0.2),
+        "fedprox": lambda: with_proximal_term(torch.optim.SGD(parameters, 0.05, momentum=0.6, weight_decay=0.2), 0.4),
+        "fedadam": lambda: torch.optim.SGD(parameters, 0.05, momentum=0.6, weight_decay=0.2),
+        "local_adam": lambda: torch.optim.Adam(parameters, 0.05, (0.7, 0.9), 1e-3, 0.2),
+        "fedlada": lambda: AmendedAMSGrad(parameters, 0.05, (0.7, 0.9), 1e-3, 0.2, 0.5, zeros, zeros),
         "local_adamw": lambda: torch.optim.AdamW(parameters, 0.05, (0.7, 0.9), 1e-3, 0.2),
         "fedadamw": lambda: ActAdamW(parameters, 0.05, (0.7, 0.9), 1e-3, 0.2, tau=1),
         "fedact_local": lambda: ActAdamW(parameters, 0.05, (0.7, 0.9), 1e-3, 0.2, scope="tensor", score="local"),
@@ -132,12 +146,44 @@ def test_one_client_equals_its_local_optimizer(method: str, make_settings: MakeS
     np.testing.assert_array_equal(returned[wire.DELTA]["head.weight"], delta)
 
 
-def test_fedadamw_equals_fedact_with_tau_1(make_settings: MakeSettings) -> None:
-    adamw = make_client(make_settings(method="fedadamw", tau=0.3)).fit(*message_for("fedadamw"))[0]
-    act = make_client(make_settings(method="fedact", tau=1.0)).fit(*message_for("fedact"))[0]
-    for record in adamw:
-        for name in adamw[record]:
-            assert adamw[record][name].tobytes() == act[record][name].tobytes()
+def with_proximal_term(optimizer: torch.optim.Optimizer, mu: float) -> torch.optim.Optimizer:
+    """FedProx from its definition: the gradient of mu/2 |x - x^r|^2 by autograd."""
+    parameters = optimizer.param_groups[0]["params"]
+    start = [p.detach().clone() for p in parameters]
+
+    def hook(*_: object) -> None:
+        with torch.enable_grad():
+            term = mu / 2 * sum((p - x).square().sum() for p, x in zip(parameters, start, strict=True))
+            for p, g in zip(parameters, torch.autograd.grad(term, parameters), strict=True):
+                p.grad += g
+
+    optimizer.register_step_pre_hook(hook)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "same_as"),
+    [
+        ("fedprox", {"mu": 0.0}, ("fedavg", {})),
+        ("fedprox", {"mu": 0.0, "local_optimizer": "adamw"}, ("local_adamw", {})),
+        ("fedadam", {"local_optimizer": "adamw"}, ("local_adamw", {})),
+        ("fedadamw", {"tau": 0.3}, ("fedact", {"tau": 1.0})),
+    ],
+)
+def test_reductions(method: str, own: dict, same_as: tuple[str, dict], make_settings: MakeSettings) -> None:
+    ours = make_client(make_settings(method=method, **own)).fit(*message_for(method))[0]
+    theirs = make_client(make_settings(method=same_as[0], **same_as[1])).fit(*message_for(same_as[0]))[0]
+    for record in ours:
+        for name in ours[record]:
+            assert ours[record][name].tobytes() == theirs[record][name].tobytes()
+
+
+def test_fedprox_stays_nearer_to_the_global_model(make_settings: MakeSettings) -> None:
+    moved = []
+    for mu in (0.0, 1.0, 10.0):
+        client = make_client(make_settings(method="fedprox", mu=mu, local_steps=30))
+        moved.append(np.abs(client.fit(*message_for("fedprox"))[0][wire.DELTA]["head.weight"]).sum())
+    assert moved[0] > moved[1] > moved[2] > 0
 
 
 def test_fedact_local_differs_from_fedact_once_there_is_a_correction(make_settings: MakeSettings) -> None:

@@ -19,7 +19,7 @@ SMALL = ["clients=3", "clients_per_round=2", "rounds=2", "local_steps=2", "devic
 
 
 def fedact(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "250"})
     return result.exit_code, result.output
 
 
@@ -91,7 +91,7 @@ def test_ctrl_c_ends_the_run_cleanly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedact_flwr.cli", "run", "--engine", "inprocess"]
     process = subprocess.Popen(
         [*command, *sets("rounds=1000", "name=run", f"output={tmp_path}", "device=cpu")],
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ | {"COLUMNS": "200"},
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ | {"COLUMNS": "250"},
     )  # fmt: skip
     rounds = tmp_path / "run" / "rounds.jsonl"
     deadline = time.monotonic() + 60
@@ -108,8 +108,10 @@ def test_methods_and_tasks_are_listed() -> None:
     code, output = fedact("methods")
     assert code == 0
     assert all(name in output for name in STRATEGIES)
-    assert "model, correction, second_moment" in output
-    assert "12 / 8" in output
+    assert "correction" in output
+    assert "12 down, 8 up" in output
+    assert "mu=0.01" in output
+    assert "arXiv:1812.06127" in output
     code, output = fedact("tasks")
     assert code == 0
     assert all(name in output for name in TASKS)

@@ -9,12 +9,14 @@ from fedact_flwr.settings import (
     PROJECT,
     Settings,
     SettingsError,
+    check_method_settings,
     dump,
     parse,
     read_defaults,
     read_file,
     read_override,
 )
+from strategies import STRATEGIES
 
 DEFAULTS = read_defaults()
 
@@ -41,6 +43,20 @@ def test_auto_takes_the_tasks_value_for_the_methods_family() -> None:
     assert (adamw.lr, adamw.weight_decay) == (3e-3, 0.01)
     assert (sgd.lr, sgd.weight_decay) == (0.1, 0.001)
     assert parse(DEFAULTS | {"lr": 0.5}).lr == 0.5
+    assert parse(DEFAULTS | {"method": "fedprox"}).lr == 0.1
+    assert parse(DEFAULTS | {"method": "fedprox", "local_optimizer": "adamw"}).lr == 3e-3
+    assert parse(DEFAULTS | {"method": "local_adam"}).weight_decay == 0.001
+    assert (adamw.server_lr, parse(DEFAULTS | {"method": "fedadam"}).server_lr) == (1.0, 0.01)
+
+
+def test_settings_of_other_methods_are_refused() -> None:
+    for method in STRATEGIES:
+        check_method_settings(parse(DEFAULTS | {"method": method}))
+    check_method_settings(parse(DEFAULTS | {"method": "fedact", "gamma": 0.1}))
+    with pytest.raises(SettingsError, match=r"mu = 0\.5: fedact has no such setting.*allowed is the default, 0\.01"):
+        check_method_settings(parse(DEFAULTS | {"mu": 0.5}))
+    with pytest.raises(SettingsError, match=r"server_beta1 = 0\.5: fedact .*did you mean beta1"):
+        check_method_settings(parse(DEFAULTS | {"server_beta1": 0.5}))
 
 
 def test_settings_are_frozen_and_dump_is_read_back() -> None:
@@ -53,7 +69,7 @@ def test_settings_are_frozen_and_dump_is_read_back() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "allowed"),
     [
-        ("method", "fedsgd", "fedavg, local_adamw, fedadamw, fedact_local, fedact"),
+        ("method", "fedsgd", ", ".join(STRATEGIES)),
         ("task", "mnist", "digits"),
         ("rho", 1.5, "at least 0 and at most 1"),
         ("tau", 0.0, "above 0 and at most 1"),

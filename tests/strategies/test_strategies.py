@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 
 from fedact_flwr.inprocess import InProcessGrid
 from fedact_flwr.settings import Settings
-from strategies import STRATEGIES, FedACT, FedAvg, FederatedStrategy, RunFailed, wire
+from strategies import STRATEGIES, FedACT, FedAdam, FedAvg, FederatedStrategy, RunFailed, wire
 from strategies.aggregation import linear_combination
 from strategies.federated import _last_line
 from strategies.hosts import Hosts
@@ -199,6 +199,34 @@ def test_fedavg_sends_and_wants_the_model_alone(two_clients: MakeSettings) -> No
     arrays, _ = one_round(strategy, grid)
     assert set(seen[0].content.array_records) == {wire.MODEL}
     assert wire.from_record(arrays)["w"].tolist() == [-2, 3, 5]
+
+
+def test_fedadam_by_hand(two_clients: MakeSettings) -> None:
+    """With b1 = b2 = .5 and D = (-3, 1, 2): m = D/2, v = D D/2, so a step of sign(D) sqrt(1/2).
+
+    In round 2, with the same replies, m = 3/4 D and v = 3/4 D D. A step on D itself would be sqrt(2) and more.
+    """
+    settings = two_clients(method="fedadam", server_beta1=0.5, server_beta2=0.5, server_lr=1.0)
+    strategy = FedAdam(settings)
+    grid, _ = grid_of(lambda p: reply_of(p, ()))
+    arrays, _ = one_round(strategy, grid)
+    sign = np.array([-1, 1, 1])
+    np.testing.assert_allclose(wire.from_record(arrays)["w"], X0["w"] + sign * 0.5**0.5, rtol=1e-6)
+    arrays, _ = one_round(strategy, grid, 2, arrays)
+    np.testing.assert_allclose(wire.from_record(arrays)["w"], X0["w"] + sign * (0.5**0.5 + 0.75**0.5), rtol=1e-6)
+
+
+def test_fedadam_leaves_buffers_to_the_mean(two_clients: MakeSettings) -> None:
+    def respond(partition: int) -> RecordDict:
+        content = reply_of(partition, ())
+        content[wire.DELTA] = wire.to_record({"w": DELTAS[partition], "mean": np.full(2, 4.0 * partition, np.float32)})
+        return content
+
+    strategy = FedAdam(two_clients(method="fedadam"), buffers=frozenset({"mean"}))
+    x0 = {**X0, "mean": np.ones(2, np.float32)}
+    arrays, _ = one_round(strategy, grid_of(respond)[0], arrays=wire.to_record(x0))
+    assert wire.from_record(arrays)["mean"].tolist() == [3, 3]
+    assert all(vectors.keys() == {"w"} for vectors in strategy.state.values())
 
 
 def test_buffers_are_averaged_and_counters_taken(two_clients: MakeSettings) -> None:
