@@ -1,6 +1,6 @@
-"""Test accuracy on digits of every method, over seeds, with the learning rate tuned per method.
+"""Test accuracy on digits of methods (all, unless some are named), over seeds, with the learning rate tuned per method.
 
-    python benchmarks/digits_accuracy.py [--split dirichlet] [--workers 2] [--output runs/digits_accuracy]
+    python benchmarks/digits_accuracy.py [METHOD ...] [--split dirichlet] [--workers 2] [--output runs/digits_accuracy]
 
 Each method's learning rate is the best of a grid by mean final accuracy over the tuning seeds; then the reported seeds,
 which are others, run with it. Both look at the same test set. Everything else is as in pyproject.toml. Runs are
@@ -57,11 +57,13 @@ def final_accuracy(job: tuple[str, str, float, int, str]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("methods", nargs="*", metavar="METHOD")
     parser.add_argument("--split", default="dirichlet")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output", default="runs/digits_accuracy")
     arguments = parser.parse_args()
     output = str(Path(arguments.output).resolve())
+    methods = arguments.methods or list(STRATEGIES)
 
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
@@ -69,12 +71,12 @@ def main() -> None:
         def accuracies(runs: list[tuple[str, float, int]]) -> list[float]:
             return list(pool.map(final_accuracy, [(m, arguments.split, lr, s, output) for m, lr, s in runs]))
 
-        trials = [(m, lr, s) for m in STRATEGIES for lr in GRID[CLIENT_METHODS[m].family] for s in TUNING_SEEDS]
+        trials = [(m, lr, s) for m in methods for lr in GRID[CLIENT_METHODS[m].family] for s in TUNING_SEEDS]
         tuning: dict[str, dict[float, list[float]]] = {}  # method -> lr -> accuracies
         for (method, lr, _), accuracy in zip(trials, accuracies(trials), strict=True):
             tuning.setdefault(method, {}).setdefault(lr, []).append(100 * accuracy)
         tuned = {m: max(by_lr, key=lambda lr, by_lr=by_lr: statistics.mean(by_lr[lr])) for m, by_lr in tuning.items()}
-        reported = accuracies([(m, tuned[m], seed) for m in STRATEGIES for seed in SEEDS])
+        reported = accuracies([(m, tuned[m], seed) for m in methods for seed in SEEDS])
 
     defaults = read_defaults()
     print(
@@ -83,7 +85,7 @@ def main() -> None:
         f"{len(SEEDS)} seeds, {platform.machine()} CPU\n"
     )
     print("| method | lr | test accuracy %, mean ± sd | by seed |\n|---|---|---|---|")
-    for i, method in enumerate(STRATEGIES):
+    for i, method in enumerate(methods):
         values = [100 * a for a in reported[i * len(SEEDS) : (i + 1) * len(SEEDS)]]
         by_seed = ", ".join(f"{v:.1f}" for v in values)
         spread = f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
