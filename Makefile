@@ -19,7 +19,7 @@ clean:
 	rm -rf .venv
 
 $(INSTALLED): pyproject.toml
-	@echo "Installing into .venv; the first time this takes some minutes."
+	@echo "Installing into .venv: some minutes the first time, less than one after a change of pyproject.toml."
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@

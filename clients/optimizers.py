@@ -29,7 +29,7 @@ def stability_note(rho: float, tau: float, alpha: float) -> str | None:
     if alpha * rho >= 1:
         notes.append(f"alpha * rho = {alpha:g} * {rho:g} = {alpha * rho:g} is not below 1, the edge of stability")
     if rho >= tau:
-        notes.append(f"rho = {rho:g} is not below tau = {tau:g}, as Lemma 2 assumes")
+        notes.append(f"rho = {rho:g} is not below tau = {tau:g}, as the paper's Lemma 2 assumes")
     return "; ".join(notes) or None
 
 

@@ -49,7 +49,10 @@ class Engine(StrEnum):
 
 @app.command()
 def run(
-    files: Annotated[list[Path] | None, typer.Argument(metavar="[CONF.toml ...]", help="Settings.")] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[CONF.toml ...]", help="Files of settings; pyproject.toml lists all."),
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting; repeat for more.")
     ] = None,
@@ -74,7 +77,10 @@ def run(
         soft_wrap=True,
     )
     if note := CLIENT_METHODS[settings.method].note(settings):
+        note += " (so are the paper's own settings; see docs/algorithm.md)"
         console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
+    if engine is Engine.flower:
+        console.print("starting Flower's simulation, which takes about half a minute", highlight=False)
     for number in ENDING_SIGNALS:  # a plain kill or a closed terminal ends a run as cleanly as Ctrl-C
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _interrupt)
@@ -102,7 +108,7 @@ def run(
 
 @app.command()
 def methods() -> None:
-    """List the methods: what a client does, what travels beside the model and its delta, and their own settings."""
+    """List the methods: what a client does, what travels each way, and their own settings. See docs/algorithm.md."""
     defaults = read_defaults()
     table = Table("method", "local step", "broadcast", "returned", "bytes / parameter", "own settings", "source")
     for name, strategy in STRATEGIES.items():
@@ -161,7 +167,8 @@ def _check_resources(threads: int, device: str, gpus: float) -> None:
     if threads > cpus:
         raise SettingsError(f"threads = {threads}: allowed is 1 to {cpus}, the CPUs of this machine")
     if gpus > cuda:
-        raise SettingsError(f"client_gpus = {gpus}: allowed is 0 to {cuda}, the GPUs of this machine")
+        allowed = f"0 to {cuda}, the GPUs of this machine" if cuda else "0, since this machine has no CUDA GPU"
+        raise SettingsError(f"client_gpus = {gpus}: allowed is {allowed}")
     if device == "cuda" and gpus == 0:
         raise SettingsError(f"client_gpus = {gpus}: with device = 'cuda' allowed is above 0, to {cuda}, or \"auto\"")
 
@@ -199,7 +206,3 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     for ended in ENDING_SIGNALS:
         signal.signal(ended, signal.SIG_IGN)
     raise KeyboardInterrupt
-
-
-if __name__ == "__main__":
-    app()

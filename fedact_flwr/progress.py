@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from fedact_flwr.record import ROUNDS_FILE
@@ -33,9 +33,8 @@ class Follow:
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._progress = Progress(
             TextColumn("round {task.completed}/{task.total}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=8),
             TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,
         )
@@ -55,7 +54,7 @@ class Follow:
 
     def table(self) -> Table:
         """The rounds, thinned to about a dozen, the last among them."""
-        table = Table("round", self.target, "loss", "train loss", "clients", "seconds")
+        table = Table("round", self.target, "loss", "train loss", "clients", "seconds so far")
         step = max(1, -(-len(self.lines) // TABLE_ROWS))
         for line in self.lines[(len(self.lines) - 1) % step :: step]:
             clients = f"{line['replies']}" + (f" ({line['failures']} failed)" if line["failures"] else "")
@@ -84,7 +83,8 @@ class Follow:
         parts = [f"{key} {_number(line[key])}" for key in (self.target, "loss", "train_loss") if key in line]
         if line["failures"]:
             parts.append(f"{line['failures']} failed")
-        parts.append(f"{self._seconds_left():.0f} s left")
+        if len(self.lines) > 1:  # the first round also pays for the start and tells nothing
+            parts.append(f"{self._seconds_left():.0f} s left")
         status = "  ".join(parts)
         if self.console.is_terminal:
             self._progress.update(self._bar, completed=line["round"], status=status)
@@ -92,11 +92,8 @@ class Follow:
             self.console.print(f"round {line['round']}/{self.rounds}  {status}", highlight=False, soft_wrap=True)
 
     def _seconds_left(self) -> float:
-        """From the rounds after the first, which also pays for the start."""
         first, last = self.lines[0], self.lines[-1]
-        per_round = last["seconds"]
-        if last["round"] > first["round"]:
-            per_round = (last["seconds"] - first["seconds"]) / (last["round"] - first["round"])
+        per_round = (last["seconds"] - first["seconds"]) / (last["round"] - first["round"])
         return per_round * (self.rounds - last["round"])
 
 

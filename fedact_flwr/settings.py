@@ -54,7 +54,8 @@ def read_file(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             return tomllib.load(file)
     except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}; expected a TOML file of settings") from error
+        hint = f" (did you mean --set {path}?)" if "=" in str(path) else ""
+        raise SettingsError(f"{path}: {error.strerror}; allowed is a TOML file of settings{hint}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: not valid TOML: {error}") from error
 
@@ -74,8 +75,10 @@ def parse(config: Mapping[str, Any]) -> Settings:
     """Check a complete run config and resolve what stands at "auto". Raises `SettingsError`."""
     fields = Settings.model_fields
     for key, value in config.items():
+        if isinstance(value, dict):
+            raise SettingsError(f"[{key}]: a table; allowed are plain keys, those in pyproject.toml")
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, 1)
+            near = difflib.get_close_matches(key, fields, 1, cutoff=0.7)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise SettingsError(f"{key} = {value!r}: no such setting{hint}; allowed are those in pyproject.toml")
     for key, registry in (("task", TASKS), ("method", STRATEGIES)):
@@ -134,6 +137,8 @@ def _check_together(s: Settings) -> None:
         raise SettingsError(
             f"min_replies = {s.min_replies}: allowed is 1 to {s.clients_per_round}, the clients_per_round"
         )
+    if not s.output:
+        raise SettingsError("output = '': allowed is a folder to write to")
     if s.name in ("", ".", "..") or Path(s.name).name != s.name:
         raise SettingsError(f'name = {s.name!r}: allowed is the name of a folder, without a path, or "{AUTO}"')
     if s.lr_min > s.lr:

@@ -281,7 +281,7 @@ class FederatedStrategy(Strategy):
         self._failed_in_a_row += 1
         reason = f"round {server_round}: {replies} good replies, min_replies = {self.settings.min_replies}"
         log(ERROR, "%s; the model stays as it is", reason)
-        if self._failed_in_a_row >= self.settings.max_failed_rounds:
+        if self._failed_in_a_row >= min(self.settings.max_failed_rounds, self.settings.rounds):
             raise RunFailed(
                 f"{reason}; {self._failed_in_a_row} failed rounds in a row, "
                 f"max_failed_rounds = {self.settings.max_failed_rounds}; the last failure: {self._last_failure}"

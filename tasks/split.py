@@ -51,8 +51,9 @@ def split_indices(settings: SplitSettings, labels: NDArray, seed: int) -> list[N
     clients, n, classes = settings.clients, len(labels), len(np.unique(labels))
     if clients * settings.min_samples > n:
         raise ImpossibleSplit(
-            f"min_samples = {settings.min_samples}: {clients} clients of that size need "
-            f"{clients * settings.min_samples} training examples; allowed is up to {n // clients} of the {n} there are"
+            f"min_samples = {settings.min_samples}: clients = {clients} of that size need "
+            f"{clients * settings.min_samples} training examples, and there are {n}; "
+            + (f"allowed is up to {n // clients}" if clients <= n else f"allowed are up to {n} clients")
         )
     if settings.split == "by_class":
         if settings.classes_per_client > classes:
@@ -78,7 +79,7 @@ def split_indices(settings: SplitSettings, labels: NDArray, seed: int) -> list[N
     if settings.split == "dirichlet":
         raise ImpossibleSplit(
             f"dirichlet_alpha = {settings.dirichlet_alpha}: none of {MAX_DRAWS} draws gave each of {clients} clients "
-            f"min_samples = {settings.min_samples} examples; allowed is a larger one, or fewer samples or clients"
+            f"min_samples = {settings.min_samples} examples; allowed is a larger one, fewer samples or clients"
         )
     raise ImpossibleSplit(
         f"min_samples = {settings.min_samples}: the smallest of {clients} clients gets "

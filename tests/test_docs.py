@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clients.methods import CLIENT_METHODS
+from clients.methods import CLIENT_METHODS, ClientMethod
 from fedact_flwr.client_app import app as client_app
 from fedact_flwr.inprocess import run_inprocess
 from fedact_flwr.server_app import app as server_app
@@ -17,12 +17,13 @@ from strategies import STRATEGIES
 from tasks import TASKS
 
 
-def code_of(page: str) -> dict[str, Any]:
-    """The names that the page's Python block defines."""
-    (block,) = re.findall(r"```python\n(.*?)```", (PROJECT / "docs" / page).read_text(), re.DOTALL)
-    namespace: dict[str, Any] = {}
-    exec(block, namespace)
-    return namespace
+def run_code_of(page: str, **names: Any) -> dict[str, Any]:
+    """Run the page's Python blocks one after another; gives the names that they define."""
+    blocks = re.findall(r"```python\n(.*?)```", (PROJECT / "docs" / page).read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, names)
+    return names
 
 
 def losses(settings: Settings) -> list[float]:
@@ -32,15 +33,16 @@ def losses(settings: Settings) -> list[float]:
 
 
 def test_the_task(make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS, "breast_cancer", code_of("add-a-task.md")["BreastCancer"]())
+    monkeypatch.setitem(TASKS, "breast_cancer", run_code_of("add-a-task.md")["BreastCancer"]())
     run = losses(make_settings(task="breast_cancer", dirichlet_alpha=0.5, rounds=5, name="run"))
     assert run[-1] < 0.7 * run[0]
 
 
 def test_the_method(make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch) -> None:
-    code = code_of("add-a-method.md")
-    monkeypatch.setitem(STRATEGIES, "fedavgm", code["FedAvgM"])
-    monkeypatch.setitem(CLIENT_METHODS, "fedavgm", code["client_half"])
+    halves: dict[str, dict[str, Any]] = {"CLIENT_METHODS": {}, "STRATEGIES": {}}
+    run_code_of("add-a-method.md", ClientMethod=ClientMethod, **halves)
+    monkeypatch.setitem(CLIENT_METHODS, "fedavgm", halves["CLIENT_METHODS"]["fedavgm"])
+    monkeypatch.setitem(STRATEGIES, "fedavgm", halves["STRATEGIES"]["fedavgm"])
     run = losses(make_settings(method="fedavgm", lr=0.001, split="iid", rounds=6, name="run"))
     assert run[-1] < 0.9 * run[0]
 

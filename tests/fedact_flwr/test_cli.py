@@ -36,7 +36,8 @@ def test_run_shows_rounds_and_the_record(tmp_path: Path, monkeypatch: pytest.Mon
     assert "fedadamw on digits: 2 of 3 clients a round, 2 rounds" in output
     assert "note:" not in output
     assert "round 2/2  accuracy 0." in output
-    assert "s left" in output
+    assert "round 1/2  accuracy" in output
+    assert "0 s left" in output
     folder = tmp_path / "runs" / "mine"  # output is relative to where the user stands
     assert f"record: {folder}" in output
     assert len((folder / "rounds.jsonl").read_text().splitlines()) == 2
@@ -60,7 +61,7 @@ def test_the_edge_of_stability_is_said_once(tmp_path: Path) -> None:
         ("output=/proc/nowhere", "error: output = '/proc/nowhere': "),
         ("output=~nobody-of-that-name/x", "error: output = '~nobody-of-that-name/x': "),
         ("threads=1000", "error: threads = 1000: allowed is 1 to "),
-        ("client_gpus=99.0", "error: client_gpus = 99.0: allowed is 0 to "),
+        ("client_gpus=99.0", "error: client_gpus = 99.0: allowed is 0"),
         ("seed=-1", "error: seed = -1: allowed is a whole number at least 0 and below "),
     ],
 )
@@ -87,8 +88,27 @@ def test_a_failed_run_exits_1_with_the_cause(tmp_path: Path, monkeypatch: pytest
     assert "no more memory" in output
 
 
+def test_a_run_in_which_no_round_was_good_has_failed(tmp_path: Path) -> None:
+    code, output = fedact("run", "--engine", "inprocess", *sets(*SMALL, f"output={tmp_path}", "lr=1e30"))
+    assert code == 1
+    assert "error: the run failed: RunFailed: round 2: 0 good replies" in output
+    assert "train_loss is nan" in output
+
+
+def test_ctrl_c_before_the_start(tmp_path: Path) -> None:
+    """While Python still imports: no traceback."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedact_flwr", "run", *sets(f"output={tmp_path}")], stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert error == "error: interrupted before the start\n"
+
+
 def test_ctrl_c_ends_the_run_cleanly(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedact_flwr.cli", "run", "--engine", "inprocess"]
+    command = [sys.executable, "-m", "fedact_flwr", "run", "--engine", "inprocess"]
     process = subprocess.Popen(
         [*command, *sets("rounds=1000", "name=run", f"output={tmp_path}", "device=cpu")],
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ | {"COLUMNS": "250"},

@@ -88,6 +88,7 @@ def test_settings_are_frozen_and_dump_is_read_back() -> None:
         ("lr_min", 1.0, "0 to 0.003"),
         ("rouns", 3, "did you mean rounds"),
         ("name", "", "the name of a folder"),
+        ("output", "", "a folder to write to"),
         ("name", "../x", "the name of a folder"),
     ],
 )

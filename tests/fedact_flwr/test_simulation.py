@@ -19,7 +19,7 @@ from fedact_flwr.settings import PROJECT, Settings, dump
 from fedact_flwr.simulation import BIN, _free_port
 
 SMALL = ["clients=4", "clients_per_round=3", "rounds=2", "local_steps=3", "device=cpu"]
-FEDACT = [sys.executable, "-m", "fedact_flwr.cli", "run"]
+FEDACT = [sys.executable, "-m", "fedact_flwr", "run"]
 
 
 def sets(*settings: str) -> list[str]:

@@ -85,6 +85,7 @@ def test_min_samples_is_kept_by_redrawing() -> None:
     ("changes", "message"),
     [
         ({"min_samples": 41}, "min_samples = 41: .*allowed is up to 40"),
+        ({"clients": 300}, "clients = 300 .*allowed are up to 200 clients"),
         ({"min_samples": 40, "dirichlet_alpha": 0.05}, "dirichlet_alpha = 0.05: .*min_samples = 40"),
         ({"split": "by_class", "classes_per_client": 5}, "classes_per_client = 5: allowed is 1 to 4"),
         (
