@@ -1,6 +1,6 @@
 """The record of a run: a folder that says what was run, how it went, and what came out.
 
-* settings.toml: every setting, resolved; `fedact run settings.toml --set name=auto` repeats the run
+* settings.toml: every setting; `fedact run RECORD/settings.toml --set name=auto` repeats the run
 * clients.json: how many examples of each class each client has
 * rounds.jsonl: one line per round, written as the round ends
 * model.safetensors: the final model's state dict
