@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 
 from clients.device import prepare_device
 from clients.diagnostics import positive_score_ratio, top_score_mass
-from clients.methods import CLIENT_METHODS, LocalRound
+from clients.local_round import LocalRound
+from clients.methods import CLIENT_METHODS
 from clients.optimizers import ActAdamW
 from clients.settings import LocalSettings
+from clients.state import ClientState
 from clients.training import batches, num_examples, train
 from strategies import wire
 from strategies.wire import Vectors
@@ -52,9 +55,10 @@ class FedClient(NumPyClient):
     def fit(  # type: ignore[override]
         self, parameters: Named, config: Mapping[str, Any]
     ) -> tuple[Named, int, dict[str, float]]:
-        """Train from ``parameters``; config holds partition, seed, lr and steps_done (see `strategies.wire`).
+        """Train from ``parameters``; config holds what `strategies.wire` lists, with a local path for STATE_FOLDER.
 
-        Returns the delta and what the method returns beside it, the number of training examples, and metrics.
+        Returns the delta and what the method returns beside it, the number of training examples, and metrics. What the
+        method keeps is on disk when this returns. Raises `clients.state.LostState`.
         """
         started = time.perf_counter()
         settings, method = self.settings, CLIENT_METHODS[self.settings.method]
@@ -65,17 +69,15 @@ class FedClient(NumPyClient):
         steps = settings.local_steps
         if settings.local_epochs:
             steps = settings.local_epochs * -(-n // settings.batch_size)
+        state = ClientState(Path(config[wire.STATE_FOLDER]), config[wire.PARTITION])
         local = LocalRound(
-            parameters=list(trainable.values()),
-            received={
-                record: [torch.from_numpy(arrays[name]).to(self.device) for name in trainable]
-                for record, arrays in parameters.items()
-                if record != wire.MODEL
-            },
+            trainable=trainable,
+            message=parameters,
             lr=config[wire.LR],
             steps=steps,
             steps_done=config[wire.STEPS_DONE],
             settings=settings,
+            kept=state.load(config[wire.FOLDED], dict.fromkeys(method.keeps, trainable)),
         )
         optimizer = method.make_optimizer(local)
         if settings.diagnostics and isinstance(optimizer, ActAdamW):
@@ -101,9 +103,13 @@ class FedClient(NumPyClient):
         if isinstance(optimizer, ActAdamW) and optimizer.scores is not None:
             metrics["positive_score_ratio"] = positive_score_ratio(optimizer.scores)
             metrics["top_score_mass"] = top_score_mass(optimizer.scores, settings.top_p)
+        finished = method.finish(local, optimizer)
+        if method.keeps:
+            kept = {what: dict(zip(trainable, tensors, strict=True)) for what, tensors in finished.kept.items()}
+            state.save(config[wire.ROUND], kept, config[wire.FOLDED])
         returned: dict[str, dict[str, NDArray]] = {
             record: {name: t.cpu().numpy() for name, t in zip(trainable, tensors, strict=True)}
-            for record, tensors in method.returned(local, optimizer).items()
+            for record, tensors in finished.returned.items()
         }
         returned[wire.DELTA] = {}
         for name, tensor in exchanged_state(self.model).items():

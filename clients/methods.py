@@ -1,6 +1,6 @@
 """The client half of every method: its local optimizer, and what it returns beside the model's delta."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,38 +8,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from clients.blocks import block_means, from_block_means
+from clients.fadamgc import TrackingAdamW
 from clients.fedlada import AmendedAMSGrad
+from clients.local_optimizers import ADAM, LOCAL_OPTIMIZERS, adam, adamw
+from clients.local_round import Finished, LocalRound
 from clients.optimizers import ActAdamW, stability_note
 from clients.settings import LocalSettings
 from strategies import wire
 from tasks.task import Family
-
-
-@dataclass(frozen=True)
-class LocalRound:
-    """One client's round, as its method sees it. Lists of tensors are in the order of the parameters.
-
-    Attributes
-    ----------
-    parameters : sequence of Tensor
-        The trainable parameters, at x^r when the round begins and at x_K when it ends.
-    received : mapping of str to sequence of Tensor
-        What the server sent beside the model, by record name.
-    lr : float
-        eta of the round.
-    steps : int
-        K, the steps of this round.
-    steps_done : float
-        t before the round's first step.
-    settings : LocalSettings
-    """
-
-    parameters: Sequence[Tensor]
-    received: Mapping[str, Sequence[Tensor]]
-    lr: float
-    steps: int
-    steps_done: float
-    settings: LocalSettings
 
 
 @dataclass(frozen=True)
@@ -50,55 +27,55 @@ class ClientMethod:
     ----------
     local_step : str
         What a step does, in one line for people.
-    family : {"adamw", "adam", "sgd"}
-        The family of its local optimizer: which of a task's learning rates and weight decays is the default.
     make_optimizer : callable
         The optimizer of one round.
+    family : {"adamw", "adam", "sgd"}
+        The family of its local optimizer: which of a task's learning rates and weight decays is the default.
     settings : tuple of str
         The settings that it reads and not every method has.
-    returned : callable, optional
-        After the round, from it and its optimizer: the records beside the delta, in the order of the parameters.
-    note : callable, optional
+    local_optimizer : str, optional
+        For methods that run on any of `LOCAL_OPTIMIZERS`: the one that ``local_optimizer = "auto"`` stands for.
+        Its family and settings are then those of the one chosen.
+    keeps : tuple of str
+        What it keeps on the client between rounds, each shaped like the parameters and 0 at first.
+    finish : callable
+        After the round, from it and its optimizer: what goes to the server beside the delta, and what is kept.
+    note : callable
         What people should know about these settings before a run, or None.
     """
 
     local_step: str
-    family: Family
     make_optimizer: Callable[[LocalRound], Optimizer]
-    settings: tuple[str, ...]
-    returned: Callable[[LocalRound, Optimizer], Mapping[str, Sequence[Tensor]]] = lambda local, optimizer: {}
+    family: Family = "adamw"
+    settings: tuple[str, ...] = ()
+    local_optimizer: str | None = None
+    keeps: tuple[str, ...] = ()
+    finish: Callable[[LocalRound, Optimizer], Finished] = lambda local, optimizer: Finished()
     note: Callable[[LocalSettings], str | None] = lambda settings: None
 
-    def family_for(self, local_optimizer: str) -> Family:
-        """The family where the setting ``local_optimizer``, if this method has it, is ``local_optimizer``."""
-        chosen: dict[str, Family] = {"sgd": "sgd", "adamw": "adamw"}
-        return chosen.get(local_optimizer, self.family) if "local_optimizer" in self.settings else self.family
+    def family_with(self, local_optimizer: str) -> Family:
+        """The family where the setting ``local_optimizer`` is as given; "auto" and methods that have none included."""
+        chosen = self._chosen(local_optimizer)
+        return LOCAL_OPTIMIZERS[chosen].family if chosen else self.family
+
+    def settings_with(self, local_optimizer: str) -> tuple[str, ...]:
+        """The settings, likewise."""
+        chosen = self._chosen(local_optimizer)
+        return (*self.settings, "local_optimizer", *LOCAL_OPTIMIZERS[chosen].settings) if chosen else self.settings
+
+    def _chosen(self, local_optimizer: str) -> str | None:
+        return local_optimizer if self.local_optimizer and local_optimizer != "auto" else self.local_optimizer
 
 
-def sgd(local: LocalRound) -> Optimizer:
-    s = local.settings
-    return torch.optim.SGD(local.parameters, local.lr, momentum=s.momentum, weight_decay=s.weight_decay)
-
-
-def adamw(local: LocalRound) -> Optimizer:
-    s = local.settings
-    return torch.optim.AdamW(local.parameters, local.lr, (s.beta1, s.beta2), s.eps, s.weight_decay)
-
-
-def adam(local: LocalRound) -> Optimizer:
-    """Adam, whose decay is coupled: part of the gradient and so of both moments."""
-    s = local.settings
-    return torch.optim.Adam(local.parameters, local.lr, (s.beta1, s.beta2), s.eps, s.weight_decay)
-
-
-def sgd_or_adamw(local: LocalRound) -> Optimizer:
-    return adamw(local) if local.settings.local_optimizer == "adamw" else sgd(local)
+def chosen(local: LocalRound) -> Optimizer:
+    """The optimizer that the setting ``local_optimizer`` names."""
+    return LOCAL_OPTIMIZERS[local.settings.local_optimizer].make(local)
 
 
 def fedprox(local: LocalRound) -> Optimizer:
     """The gradient of mu/2 |x - x^r|^2, mu (x - x^r), joins the loss's, after any clipping of that."""
-    optimizer = sgd_or_adamw(local)
-    start = [p.detach().clone() for p in local.parameters]
+    optimizer = chosen(local)
+    start = local.received(wire.MODEL)
 
     def add_proximal_gradient(*_: object) -> None:
         for p, x in zip(local.parameters, start, strict=True):
@@ -107,6 +84,49 @@ def fedprox(local: LocalRound) -> Optimizer:
 
     optimizer.register_step_pre_hook(add_proximal_gradient)
     return optimizer
+
+
+def scaffold(local: LocalRound) -> Optimizer:
+    """Each step is followed by x <- x - eta (c - c_i): with plain SGD the same as a gradient g + c - c_i."""
+    optimizer = chosen(local)
+    c, c_i = local.received(wire.CONTROL), local.kept[wire.CONTROL]
+    shift = torch._foreach_sub(c, c_i)
+
+    @torch.no_grad()
+    def correct(*_: object) -> None:
+        for p, s in zip(local.parameters, shift, strict=True):
+            if p.grad is not None:
+                p.sub_(s, alpha=local.lr)
+
+    optimizer.register_step_post_hook(correct)
+    return optimizer
+
+
+def finish_scaffold(local: LocalRound, optimizer: Optimizer) -> Finished:
+    """c_i <- c_i - c + (x^r - x_K) / (K eta), option II of the paper's Algorithm 1."""
+    moved = torch._foreach_sub(local.received(wire.MODEL), [p.detach() for p in local.parameters])
+    torch._foreach_div_(moved, local.steps * local.lr)
+    change = torch._foreach_sub(moved, local.received(wire.CONTROL))
+    return _changed_control(local, change)
+
+
+def fadamgc(local: LocalRound) -> TrackingAdamW:
+    s = local.settings
+    y, y_i = local.received(wire.CONTROL), local.kept[wire.CONTROL]
+    shift = torch._foreach_sub(y, y_i)
+    return TrackingAdamW(local.parameters, local.lr, (s.beta1, s.beta2), s.eps, s.weight_decay, shift=shift)
+
+
+def finish_fadamgc(local: LocalRound, optimizer: Optimizer) -> Finished:
+    """y_i <- the mean gradient of the round."""
+    assert isinstance(optimizer, TrackingAdamW)
+    return _changed_control(local, torch._foreach_sub(optimizer.mean_gradients(), local.kept[wire.CONTROL]))
+
+
+def _changed_control(local: LocalRound, change: tuple[Tensor, ...]) -> Finished:
+    """The server gets the change, and the client keeps what it has with it."""
+    kept = torch._foreach_add(local.kept[wire.CONTROL], change)
+    return Finished(returned={wire.CONTROL: change}, kept={wire.CONTROL: kept})
 
 
 def fedlada(local: LocalRound) -> AmendedAMSGrad:
@@ -118,8 +138,8 @@ def fedlada(local: LocalRound) -> AmendedAMSGrad:
         s.eps,
         s.weight_decay,
         s.rho,
-        correction=local.received[wire.CORRECTION],
-        second_moment=local.received[wire.SECOND_MOMENT],
+        correction=local.received(wire.CORRECTION),
+        second_moment=local.received(wire.SECOND_MOMENT),
     )
 
 
@@ -157,15 +177,17 @@ def _act_adamw(
         gamma=gamma,
         scope=s.scope,
         score=score,
-        correction=local.received[wire.CORRECTION],
-        second_moment=local.received[wire.SECOND_MOMENT],
+        correction=local.received(wire.CORRECTION),
+        second_moment=from_block_means(local.received(wire.SECOND_MOMENT), local.parameters),
         steps_done=local.steps_done,
     )
 
 
-def second_moments(local: LocalRound, optimizer: Optimizer) -> Mapping[str, Sequence[Tensor]]:
+def return_second_moments(local: LocalRound, optimizer: Optimizer) -> Finished:
+    """v_K, or its means over the blocks that v_bar came in."""
     assert isinstance(optimizer, ActAdamW | AmendedAMSGrad)
-    return {wire.SECOND_MOMENT: optimizer.second_moments()}
+    v = block_means(optimizer.second_moments(), local.received(wire.SECOND_MOMENT))
+    return Finished(returned={wire.SECOND_MOMENT: v})
 
 
 def edge_of_stability(settings: LocalSettings) -> str | None:
@@ -173,21 +195,37 @@ def edge_of_stability(settings: LocalSettings) -> str | None:
     return stability_note(settings.rho, settings.tau, alpha)
 
 
-SGD = ("momentum",)
-ADAM = ("beta1", "beta2", "eps")
-EITHER = ("local_optimizer", *SGD, *ADAM)
-ACT = (*ADAM, "rho", "tau", "alpha", "gamma", "scope")
+ACT = (*ADAM, "rho", "tau", "alpha", "gamma", "scope")  # settings
 
 CLIENT_METHODS: dict[str, ClientMethod] = {
-    "fedavg": ClientMethod("SGD", "sgd", sgd, SGD),
-    "fedprox": ClientMethod("SGD or AdamW, + mu/2 |x - x^r|^2 in the loss", "sgd", fedprox, (*EITHER, "mu")),
-    "fedadam": ClientMethod("SGD or AdamW", "sgd", sgd_or_adamw, EITHER),
-    "local_adam": ClientMethod("Adam (coupled decay) from a fresh state", "adam", adam, ADAM),
-    "local_adamw": ClientMethod("AdamW from a fresh state", "adamw", adamw, ADAM),
-    "fedlada": ClientMethod("amended AMSGrad from v_bar", "adam", fedlada, (*ADAM, "rho"), second_moments),
-    "fedadamw": ClientMethod("ACT-AdamW with phi = 1", "adamw", fedadamw, (*ADAM, "rho"), second_moments),
-    "fedact_local": ClientMethod(
-        "ACT-AdamW, scored with u_loc", "adamw", fedact_local, ACT, second_moments, edge_of_stability
+    "fedavg": ClientMethod("SGD or local_optimizer", chosen, local_optimizer="sgd"),
+    "fedprox": ClientMethod(
+        "SGD or local_optimizer, + mu/2 |x - x^r|^2 in the loss", fedprox, settings=("mu",), local_optimizer="sgd"
     ),
-    "fedact": ClientMethod("ACT-AdamW", "adamw", fedact, ACT, second_moments, edge_of_stability),
+    "scaffold": ClientMethod(
+        "SGD or local_optimizer, then x -= eta (c - c_i)",
+        scaffold,
+        local_optimizer="sgd",
+        keeps=(wire.CONTROL,),
+        finish=finish_scaffold,
+    ),
+    "fedadam": ClientMethod("SGD or local_optimizer", chosen, local_optimizer="sgd"),
+    "local_adam": ClientMethod("Adam (coupled decay) from a fresh state", adam, "adam", ADAM),
+    "local_adamw": ClientMethod("AdamW from a fresh state", adamw, "adamw", ADAM),
+    "fedlada": ClientMethod(
+        "amended AMSGrad from v_bar", fedlada, "adam", (*ADAM, "rho"), finish=return_second_moments
+    ),
+    "fadamgc": ClientMethod(
+        "AdamW on g + y - y_i", fadamgc, "adamw", ADAM, keeps=(wire.CONTROL,), finish=finish_fadamgc
+    ),
+    "fedadamw": ClientMethod("ACT-AdamW with phi = 1", fedadamw, "adamw", (*ADAM, "rho"), finish=return_second_moments),
+    "fedact_local": ClientMethod(
+        "ACT-AdamW, scored with u_loc",
+        fedact_local,
+        "adamw",
+        ACT,
+        finish=return_second_moments,
+        note=edge_of_stability,
+    ),
+    "fedact": ClientMethod("ACT-AdamW", fedact, "adamw", ACT, finish=return_second_moments, note=edge_of_stability),
 }

@@ -19,7 +19,7 @@ class LocalSettings(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     method: str
-    local_optimizer: Literal["auto", "sgd", "adamw"]
+    local_optimizer: Literal["auto", "sgd", "adam", "adamw", "mgup_adamw", "cautious_adamw"]
     mu: NonNegativeFloat
     local_steps: PositiveInt
     local_epochs: NonNegativeInt

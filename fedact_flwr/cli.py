@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -15,10 +15,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from clients.local_optimizers import LOCAL_OPTIMIZERS
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.progress import Follow
 from fedact_flwr.record import FAILED, INTERRUPTED, make_folder, read_summary, results, write_summary
 from fedact_flwr.settings import (
+    AUTO,
     Settings,
     SettingsError,
     dump,
@@ -30,7 +32,6 @@ from fedact_flwr.settings import (
 )
 from strategies import STRATEGIES, wire
 from tasks import TASKS
-from tasks.task import Family
 
 BAD_SETTINGS, RUN_FAILED, RUN_INTERRUPTED = 2, 1, 130
 LOG_FILE = "run.log"
@@ -109,31 +110,43 @@ def run(
 @app.command()
 def methods() -> None:
     """List the methods: what a client does, what travels each way, and their own settings. See docs/algorithm.md."""
-    defaults = read_defaults()
-    table = Table("method", "local step", "broadcast", "returned", "bytes / parameter", "own settings", "source")
+    defaults, console = read_defaults(), Console(highlight=False, soft_wrap=False)
     for name, strategy in STRATEGIES.items():
-        down, up = (wire.MODEL, *strategy.broadcast), (wire.DELTA, *strategy.returned)
-        own = {"server_lr": strategy.default_server_lr} | {key: defaults[key] for key in method_settings(name)}
-        table.add_row(
-            name,
-            CLIENT_METHODS[name].local_step,
-            ", ".join(down),
-            ", ".join(up),
-            f"{4 * len(down)} down, {4 * len(up)} up",
-            " ".join(f"{key}={value}" for key, value in own.items()),
-            strategy.source,
-        )
-    Console().print(table)
+        client, values = CLIENT_METHODS[name], dump(parse(defaults | {"method": name}))
+        compact = "second_moment" in strategy.settings_used
+        console.print(f"[bold]{name}[/bold]  {strategy.source}")
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row("  clients", client.local_step)
+        grid.add_row("  family", client.family_with(AUTO))
+        grid.add_row("  down", _records((wire.MODEL, *strategy.broadcast), compact))
+        grid.add_row("  up", _records((wire.DELTA, *strategy.returned), compact))
+        grid.add_row("  settings", _values(values, ("server_lr", *method_settings(name))))
+        console.print(grid)
+    console.print("\nlocal_optimizer, its family and settings:")
+    grid = Table.grid(padding=(0, 2))
+    for name, optimizer in LOCAL_OPTIMIZERS.items():
+        grid.add_row(f"  {name}", optimizer.family, _values(values, optimizer.settings))
+    console.print(grid)
+    console.print("\nThe family chooses a task's learning rate and weight decay, see `fedact tasks`.")
+
+
+def _records(names: tuple[str, ...], compact: bool) -> str:
+    """What travels, and how much of it for each float32 parameter. A mean over a block is one number for many."""
+    means = f", {4 * len(names) - 4} with tensor or block means" if compact else ""
+    return f"{', '.join(names)}: {4 * len(names)} bytes per parameter{means}"
+
+
+def _values(values: Mapping[str, object], keys: tuple[str, ...]) -> str:
+    return " ".join(f"{key}={values[key]}" for key in keys)
 
 
 @app.command()
 def tasks() -> None:
     """List the tasks."""
-    families: tuple[Family, ...] = ("adamw", "adam", "sgd")
-    table = Table("task", "what it is", "target", *(f"lr, weight decay ({family})" for family in families))
+    table = Table("task", "what it is", "target", 'what "auto" stands for, by family or method')
     for name, task in TASKS.items():
-        values = (f"{d['lr']:g}, {d['weight_decay']:g}" for d in (task.defaults[f] for f in families))
-        table.add_row(name, task.summary, task.target, *values)
+        values = (f"{who}: " + " ".join(f"{k}={v:g}" for k, v in task.defaults[who].items()) for who in task.defaults)
+        table.add_row(name, task.summary, task.target, "\n".join(values))
     Console().print(table)
 
 

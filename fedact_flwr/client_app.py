@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -28,7 +29,9 @@ app = ClientApp()
 @app.train()
 def train(message: Message, context: Context) -> Message:
     client = _client(message, context)
-    returned, _, metrics = client.fit(_named_arrays(message), _config(message))
+    config = _config(message)
+    folder = _state_folder(context, str(config[wire.STATE_FOLDER]))
+    returned, _, metrics = client.fit(_named_arrays(message), {**config, wire.STATE_FOLDER: str(folder)})
     records = {name: wire.to_record(vectors) for name, vectors in returned.items()}
     return Message(RecordDict({**records, wire.METRICS: MetricRecord(dict(metrics))}), reply_to=message)
 
@@ -86,6 +89,19 @@ def _settings(context: Context) -> Settings:
 
 def _client(message: Message, context: Context) -> FedClient:
     return _workplace(_settings(context)).client(cast(int, _config(message)[wire.PARTITION]))
+
+
+def _state_folder(context: Context, name: str) -> Path:
+    """Where this run's clients on this node keep their state: ``name`` under the node's root.
+
+    The root is the node config's ``client-state``, else the folder of run records, so that in a simulation the state
+    lies in the run's own record. The server can name no place outside it.
+    """
+    root = Path(str(context.node_config.get("client-state", context.run_config["output"]))).expanduser().resolve()
+    folder = (root / name).resolve()
+    if root not in folder.parents:
+        raise ValueError(f"state_folder = {name!r}: not inside {root}")
+    return folder
 
 
 def _named_arrays(message: Message) -> Mapping[str, wire.Vectors]:

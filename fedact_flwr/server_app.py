@@ -1,5 +1,6 @@
 """The ServerApp: one run from its settings to its record."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from logging import INFO, WARNING
@@ -18,6 +19,7 @@ from strategies import STRATEGIES, RunFailed, wire
 from strategies.seeds import derive_seed
 from strategies.wire import Vectors
 from tasks import TASKS
+from tasks.blocks import parameter_blocks
 from tasks.split import ImpossibleSplit, label_histograms, split_indices
 
 app = ServerApp()
@@ -51,6 +53,9 @@ def run(settings: Settings, grid: Grid) -> None:
             settings,
             buffers=frozenset(state.keys() - trainable),
             diagnose=_consistency if settings.diagnostics else None,
+            blocks=parameter_blocks(model),
+            # beside the record where clients are on this machine; on any other no run has the same
+            state_folder=f"{record.folder.name}/clients-{secrets.token_hex(4)}",
         )
 
         def end_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationError
 from pydantic.fields import FieldInfo
 
+from clients.local_optimizers import LOCAL_OPTIMIZERS
 from clients.methods import CLIENT_METHODS
 from clients.settings import LocalSettings
 from strategies import STRATEGIES, ServerSettings
@@ -17,7 +18,7 @@ from tasks.split import SplitSettings
 
 PROJECT = Path(__file__).resolve().parent.parent
 AUTO = "auto"
-AUTO_KEYS = ("lr", "weight_decay", "server_lr", "alpha", "gamma", "client_gpus")
+AUTO_KEYS = ("lr", "weight_decay", "beta1", "beta2", "server_lr", "alpha", "gamma", "client_gpus")
 
 
 class SettingsError(ValueError):
@@ -83,13 +84,14 @@ def parse(config: Mapping[str, Any]) -> Settings:
             raise SettingsError(f"{key} = {value!r}: no such setting{hint}; allowed are those in pyproject.toml")
     for key, registry in (("task", TASKS), ("method", STRATEGIES)):
         if not isinstance(config[key], str) or config[key] not in registry:
-            raise SettingsError(f"{key} = {config[key]!r}: allowed is one of {', '.join(registry)}")
+            near = difflib.get_close_matches(str(config[key]), registry, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise SettingsError(f"{key} = {config[key]!r}: allowed is one of {', '.join(registry)}{hint}")
 
     resolved = dict(config)
-    method = CLIENT_METHODS[config["method"]]
-    defaults: dict[str, Any] = {"server_lr": STRATEGIES[config["method"]].default_server_lr}
-    defaults |= TASKS[config["task"]].defaults[method.family_for(str(config["local_optimizer"]))]
-    resolved |= {key: value for key, value in defaults.items() if resolved[key] == AUTO}
+    for key, value in _defaults(config["task"], config["method"], str(config["local_optimizer"])).items():
+        if resolved[key] == AUTO:
+            resolved[key] = value
     for key in ("alpha", "gamma", "client_gpus"):
         if resolved[key] == AUTO:
             resolved[key] = None
@@ -103,26 +105,43 @@ def parse(config: Mapping[str, Any]) -> Settings:
     return settings
 
 
+def _defaults(task: str, method: str, local_optimizer: str) -> dict[str, Any]:
+    """What "auto" stands for: the task's values for the method before those for its family, before anybody's."""
+    client = CLIENT_METHODS[method]
+    anybody: dict[str, Any] = {"server_lr": STRATEGIES[method].default_server_lr, "beta1": 0.9, "beta2": 0.999}
+    if client.local_optimizer:
+        anybody["local_optimizer"] = client.local_optimizer
+    for_family, for_method = (
+        TASKS[task].defaults.get(key, {}) for key in (client.family_with(local_optimizer), method)
+    )
+    return {**anybody, **for_family, **for_method}
+
+
 def dump(settings: Settings) -> dict[str, Any]:
     """The settings as a run config that `parse` takes."""
     return {key: AUTO if value is None else value for key, value in settings.model_dump().items()}
 
 
-def method_settings(method: str) -> tuple[str, ...]:
+def method_settings(method: str, local_optimizer: str = AUTO) -> tuple[str, ...]:
     """The settings that the halves of a method read and not every method has."""
-    return (*CLIENT_METHODS[method].settings, *STRATEGIES[method].settings_used)
+    return (*CLIENT_METHODS[method].settings_with(local_optimizer), *STRATEGIES[method].settings_used)
 
 
 def check_method_settings(settings: Settings) -> None:
     """Refuse what was set for another method: it would have no effect. Raises `SettingsError`."""
-    own = method_settings(settings.method)
-    config, defaults = dump(settings), read_defaults()
-    for key in sorted({key for method in STRATEGIES for key in method_settings(method)} - set(own)):
-        if config[key] != defaults[key]:
+    own = method_settings(settings.method, settings.local_optimizer)
+    anybodys = {key for m in STRATEGIES for optimizer in LOCAL_OPTIMIZERS for key in method_settings(m, optimizer)}
+    defaults = read_defaults()
+    config, untouched = dump(settings), dump(parse(defaults | {"task": settings.task, "method": settings.method}))
+    for key in sorted(anybodys - set(own)):
+        if config[key] != untouched[key]:
             near = difflib.get_close_matches(key, own, 1, cutoff=0.4)
             hint = f" (did you mean {near[0]}?)" if near else ""
+            who = settings.method
+            if "local_optimizer" in own:
+                who += f" with local_optimizer = {settings.local_optimizer!r}"
             raise SettingsError(
-                f"{key} = {config[key]!r}: {settings.method} has no such setting{hint}; allowed is the default, "
+                f"{key} = {config[key]!r}: {who} has no such setting{hint}; allowed is the default, "
                 f"{defaults[key]!r}; its own settings are {', '.join(own) or 'none'}"
             )
 

@@ -4,14 +4,17 @@ from strategies.fedact import FedACT, FedACTLocal, FedAdamW, FedLADA
 from strategies.fedadam import FedAdam
 from strategies.fedavg import FedAvg, FedProx, LocalAdam, LocalAdamW
 from strategies.federated import FederatedStrategy, RunFailed, ServerSettings
+from strategies.scaffold import FAdamGC, Scaffold
 
 STRATEGIES: dict[str, type[FederatedStrategy]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
+    "scaffold": Scaffold,
     "fedadam": FedAdam,
     "local_adam": LocalAdam,
     "local_adamw": LocalAdamW,
     "fedlada": FedLADA,
+    "fadamgc": FAdamGC,
     "fedadamw": FedAdamW,
     "fedact_local": FedACTLocal,
     "fedact": FedACT,
@@ -19,6 +22,7 @@ STRATEGIES: dict[str, type[FederatedStrategy]] = {
 
 __all__ = [
     "STRATEGIES",
+    "FAdamGC",
     "FedACT",
     "FedACTLocal",
     "FedAdam",
@@ -30,5 +34,6 @@ __all__ = [
     "LocalAdam",
     "LocalAdamW",
     "RunFailed",
+    "Scaffold",
     "ServerSettings",
 ]

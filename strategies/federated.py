@@ -4,7 +4,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import ERROR, INFO, WARNING
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -21,6 +21,7 @@ from strategies.reply import BadReply, Reply, read_metrics, read_reply
 from strategies.seeds import derive_seed
 from strategies.wire import Vectors
 
+WHOLE_STATE = ("model", "state", "steps_done", "folded", "state_folder")  # attributes of a strategy
 T = TypeVar("T")
 Diagnose = Callable[[Sequence[Vectors]], Mapping[str, float]]
 
@@ -44,6 +45,7 @@ class ServerSettings(BaseModel):
     server_beta1: Annotated[float, Field(ge=0, lt=1)]
     server_beta2: Annotated[float, Field(ge=0, lt=1)]
     server_eps: PositiveFloat
+    second_moment: Literal["full", "tensor", "block"]
     weighting: Literal["uniform", "examples"]
     min_replies: PositiveInt
     max_failed_rounds: PositiveInt
@@ -75,6 +77,10 @@ class FederatedStrategy(Strategy):
     settings : ServerSettings
     buffers : frozenset of str
         Names in the model that are no trainable parameters (BatchNorm statistics and counters).
+    blocks : mapping of str to int
+        How many equal runs of rows of a parameter are blocks of their own; 1 for parameters that are not named.
+    state_folder : str
+        Names this run where clients keep their state: a relative path that no other run has.
     diagnose : callable, optional
         Called each round with the deltas of the trainable parameters; what it returns joins the metrics.
 
@@ -83,9 +89,11 @@ class FederatedStrategy(Strategy):
     model : Vectors
         x, parameters and buffers, as of the last good round.
     state : dict of str to Vectors
-        What the method keeps beside x, by record name: float32, shaped like the parameters, 0 at first.
+        What the method keeps beside x, by record name: float32, 0 at first, with the shapes that `like` gives.
     steps_done : float
         t, the optimizer steps behind ``state``; a whole number while all clients do the same number of steps.
+    folded : dict of int to int
+        The last round whose reply was folded, by partition: the round whose state the client goes on from.
     round_metrics : dict of str to float
         The metrics of the current round.
     """
@@ -102,13 +110,18 @@ class FederatedStrategy(Strategy):
         settings: ServerSettings,
         buffers: frozenset[str] = frozenset(),
         diagnose: Diagnose | None = None,
+        blocks: Mapping[str, int] | None = None,
+        state_folder: str = "clients",
     ) -> None:
         self.settings = settings
         self.buffers = buffers
+        self.blocks = blocks or {}
+        self.state_folder = state_folder
         self.diagnose = diagnose
         self.model: Vectors = {}
         self.state: dict[str, Vectors] = {}
         self.steps_done = 0.0
+        self.folded: dict[int, int] = {}
         self.round_metrics: dict[str, float] = {}
         self._hosts = Hosts(settings.clients, settings.node_timeout)
         self._asked: list[tuple[Message, int]] = []  # this round's messages and their partitions
@@ -126,6 +139,21 @@ class FederatedStrategy(Strategy):
         ``weights`` sum to 1; ``lr`` is the learning rate that the clients used.
         """
 
+    def like(self, record: str) -> Vectors:
+        """Arrays with the names, shapes and dtypes of a record of ``broadcast``, ``returned`` or ``kept``."""
+        return self.parameters(self.model)
+
+    # ---- the whole state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next round needs: named arrays, and plain numbers and strings. Not copied."""
+        return {name: getattr(self, name) for name in WHOLE_STATE}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        for name in WHOLE_STATE:
+            setattr(self, name, state[name])
+
     # ---- training
 
     def configure_train(
@@ -139,11 +167,10 @@ class FederatedStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        parameters = self.parameters(self.model)
+        returned = {record: self.like(record) for record in self.returned}
         steps = None if self.settings.local_epochs else self.settings.local_steps
         good = self._collect(
-            replies,
-            lambda content, partition: read_reply(content, partition, self.model, parameters, self.returned, steps),
+            replies, lambda content, partition: read_reply(content, partition, self.model, returned, steps)
         )
         self.round_metrics |= {"replies": len(good), "failures": self._num_asked - len(good)}
         if len(good) < self.settings.min_replies:
@@ -158,6 +185,7 @@ class FederatedStrategy(Strategy):
             self.round_metrics |= self.diagnose([self.parameters(reply.delta) for reply in good])
         self.fold(good, weights, self.settings.learning_rate(server_round))
         self._count_steps([reply.num_steps for reply in good], weights)
+        self.folded |= {reply.partition: server_round for reply in good}
 
         self._arrays = wire.to_record(self.model)
         return self._arrays, MetricRecord(dict(self.round_metrics))
@@ -220,9 +248,8 @@ class FederatedStrategy(Strategy):
             self._arrays = arrays
             self.model = wire.from_record(arrays)
         if not self.state:
-            parameters = self.parameters(self.model)
             self.state = {
-                record: {name: np.zeros_like(x) for name, x in parameters.items()}
+                record: {name: np.zeros_like(x) for name, x in self.like(record).items()}
                 for record in (*self.broadcast, *self.kept)
             }
 
@@ -248,16 +275,21 @@ class FederatedStrategy(Strategy):
                     wire.SEED: derive_seed(settings.seed, server_round, partition, kind),
                     wire.LR: settings.learning_rate(server_round),
                     wire.STEPS_DONE: self.steps_done,
+                    wire.ROUND: server_round,
+                    wire.FOLDED: self.folded.get(partition, 0),
+                    wire.STATE_FOLDER: self.state_folder,
                 }
             )
             content = RecordDict({**records, wire.CONFIG: config})
             message = Message(content, nodes[partition], kind, group_id=str(server_round))
             self._asked.append((message, partition))
+        self._count_bytes("bytes_sent", (message.content for message, _ in self._asked))
         return [message for message, _ in self._asked]
 
     def _collect(self, replies: Iterable[Message], read: Callable[[RecordDict, int], T]) -> list[T]:
         """Read the replies in the order of partitions; bad and missing ones are named and left out."""
         by_question = {reply.metadata.reply_to_message_id: reply for reply in replies}
+        self._count_bytes("bytes_received", (r.content for r in by_question.values() if r.has_content()))
         good = []
         for message, partition in self._asked:
             reply = by_question.get(message.metadata.message_id)
@@ -276,6 +308,13 @@ class FederatedStrategy(Strategy):
                 log(WARNING, "round %s, %s", message.metadata.group_id, self._last_failure)
         self._asked = []
         return good
+
+    def _count_bytes(self, metric: str, contents: Iterable[RecordDict]) -> None:
+        """Add the arrays of these messages, as they are serialized, to a metric of the round."""
+        arrays = sum(
+            len(array.data) for c in contents for record in c.array_records.values() for array in record.values()
+        )
+        self.round_metrics[metric] = self.round_metrics.get(metric, 0) + arrays
 
     def _count_failed_round(self, server_round: int, replies: int) -> None:
         self._failed_in_a_row += 1

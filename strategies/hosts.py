@@ -34,7 +34,8 @@ class Hosts:
         self._waited = True
         while True:
             self._ask_new_nodes(grid)
-            nodes = {partition: node for node, hosted in sorted(self._hosted.items()) for partition in hosted}
+            # of two nodes with one partition the newer: the older may be gone and not yet missed
+            nodes = {partition: node for node, hosted in self._hosted.items() for partition in hosted}
             missing = self.clients - len(nodes)
             if not missing or time.monotonic() >= deadline:
                 return {partition: nodes[partition] for partition in partitions if partition in nodes}

@@ -1,7 +1,7 @@
 """A client's reply, checked before anything of it is folded into the server's state."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ class BadReply(ValueError):
 class Reply:
     """What one client returned from one round, after all checks."""
 
+    partition: int
     num_examples: int
     num_steps: int
     vectors: Mapping[str, Vectors]  # wire.DELTA and what the method returns beside it
@@ -36,16 +37,15 @@ def read_reply(
     content: RecordDict,
     partition: int,
     model: Vectors,
-    parameters: Vectors,
-    returned: Sequence[str],
+    returned: Mapping[str, Vectors],
     local_steps: int | None,
 ) -> Reply:
     """Decode and check the reply for ``partition``.
 
-    ``model`` and ``parameters`` give the names, shapes and dtypes that the delta and the records named in
-    ``returned`` must have, ``local_steps`` the number of steps, if it is one for all. Raises `BadReply`.
+    ``model`` and the values of ``returned`` give the names, shapes and dtypes that the delta and the records beside
+    it must have, ``local_steps`` the number of steps, if it is one for all. Raises `BadReply`.
     """
-    expected = {wire.DELTA: model, **dict.fromkeys(returned, parameters)}
+    expected = {wire.DELTA: model, **returned}
     missing = [name for name in expected if name not in content.array_records]
     if missing:
         raise BadReply(f"records {', '.join(missing)} are missing")
@@ -66,6 +66,7 @@ def read_reply(
         if (array < 0).any():
             raise BadReply(f"{wire.SECOND_MOMENT} {name} has negative entries")
     return Reply(
+        partition=partition,
         num_examples=int(metrics[wire.NUM_EXAMPLES]),
         num_steps=steps,
         vectors=vectors,

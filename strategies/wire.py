@@ -2,7 +2,8 @@
 
 A train message carries one array record per named vector (``MODEL`` and what the method broadcasts beside it)
 and the ``CONFIG`` record; its reply carries ``DELTA``, what the method returns beside it, and ``METRICS``. All
-arrays are named by the model's own parameter and buffer names.
+arrays are named by the model's own parameter and buffer names. A method's vectors are shaped like the parameters, but
+for second moments that may travel as means over blocks (`second_moment`): n numbers for n equal runs of rows.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ Vectors = Mapping[str, NDArray]
 MODEL = "model"  # x: parameters and buffers
 DELTA = "delta"  # x_K - x_0, of parameters and floating buffers; of other buffers (counters) x_K itself
 CORRECTION = "correction"  # Delta_G, of parameters
-SECOND_MOMENT = "second_moment"  # v_bar to the clients, v_i back, of parameters
+SECOND_MOMENT = "second_moment"  # v_bar to the clients, v_i back, of parameters or of blocks of them
+CONTROL = "control"  # control variate c (of FAdamGC: y) to the clients, the change of c_i (y_i) back, of parameters
 
 # Other records.
 CONFIG = "config"
@@ -29,6 +31,9 @@ PARTITION = "partition"  # also in METRICS: a node may host several partitions
 SEED = "seed"
 LR = "lr"  # eta of this round
 STEPS_DONE = "steps_done"  # t before the round's first step
+ROUND = "round"
+FOLDED = "folded"  # the last round whose reply of this partition was folded; 0: none was
+STATE_FOLDER = "state_folder"  # where under its own root a client keeps what this run's later rounds need
 
 # Keys of METRICS.
 NUM_EXAMPLES = "num_examples"

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tasks.classification import cross_entropy, loss_and_accuracy
-from tasks.task import Defaults, Examples, Family
+from tasks.task import Defaults, Examples
 from tasks.vit import ViT
 
 TEST_SHARE = 0.2
@@ -22,7 +22,7 @@ class Digits:
 
     summary = "scikit-learn's handwritten digits, 8x8 grey, 10 classes; ViT of 2 blocks, width 48"
     target = "accuracy"
-    defaults: Mapping[Family, Defaults] = {
+    defaults: Mapping[str, Defaults] = {
         "adamw": {"lr": 3e-3, "weight_decay": 0.01},
         "adam": {"lr": 3e-3, "weight_decay": 0.001},
         "sgd": {"lr": 0.1, "weight_decay": 0.001},

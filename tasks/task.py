@@ -15,11 +15,14 @@ Examples = Mapping[str, Tensor]
 Family = Literal["adamw", "adam", "sgd"]
 
 
-class Defaults(TypedDict):
+class Defaults(TypedDict, total=False):
     """Values of settings that stand at "auto"."""
 
     lr: float
     weight_decay: float
+    beta1: float
+    beta2: float
+    server_lr: float
 
 
 class Task(Protocol):
@@ -27,7 +30,9 @@ class Task(Protocol):
 
     summary: str  # one line for people
     target: str  # the metric that ranks models, e.g. "accuracy"; higher is better
-    defaults: Mapping[Family, Defaults]  # by the family of the local optimizer
+    defaults: Mapping[
+        str, Defaults
+    ]  # by family of the local optimizer (all three); a method's name overrides its family
 
     def train_labels(self) -> NDArray:
         """The class of each training example, shape (n,), int64: what a split goes by."""

@@ -1,5 +1,6 @@
 """The NumPyClient and the training loop on a toy model with a buffer, a counter, a frozen and a tied parameter."""
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,6 @@ from torch import Tensor, nn
 
 from clients.client import FedClient, exchanged_state, load_state
 from clients.device import UnavailableDevice, prepare_device
-from clients.fedlada import AmendedAMSGrad
-from clients.methods import CLIENT_METHODS
-from clients.optimizers import ActAdamW
 from clients.training import batches, train
 from fedact_flwr.settings import Settings
 from strategies import STRATEGIES, wire
@@ -69,7 +67,8 @@ def message_for(method: str, **config: Any) -> tuple[dict[str, Any], dict[str, A
     trainable = {name: model[name] for name in ("norm.weight", "norm.bias", "head.weight")}
     zeros = {name: np.zeros_like(x) for name, x in trainable.items()}
     records = {wire.MODEL: model, **dict.fromkeys(STRATEGIES[method].broadcast, zeros)}
-    return records, {wire.PARTITION: 4, wire.SEED: 11, wire.LR: 0.05, wire.STEPS_DONE: 0.0} | config
+    server = {wire.PARTITION: 4, wire.SEED: 11, wire.LR: 0.05, wire.STEPS_DONE: 0.0, wire.ROUND: 1, wire.FOLDED: 0}
+    return records, server | {wire.STATE_FOLDER: tempfile.mkdtemp()} | config
 
 
 def test_only_trainable_parameters_and_persistent_buffers_travel() -> None:
@@ -84,106 +83,18 @@ def test_a_model_with_other_names_is_refused() -> None:
         load_state(toy_model(), {name: a for name, a in arrays.items() if name != "norm.bias"})
 
 
-@pytest.mark.parametrize("method", CLIENT_METHODS)
-def test_fit_returns_what_the_server_half_expects(method: str, make_settings: MakeSettings) -> None:
-    client = make_client(make_settings(method=method, local_steps=7))
+def test_fit_returns_deltas_of_all_that_travels_and_second_moments_of_what_trains(make_settings: MakeSettings) -> None:
+    client = make_client(make_settings(local_steps=7))
     assert isinstance(client, NumPyClient)
-    parameters, config = message_for(method)
+    parameters, config = message_for("fedact")
     returned, n, metrics = client.fit(parameters, config)
-    assert returned.keys() == {wire.DELTA, *STRATEGIES[method].returned}
+    assert returned.keys() == {wire.DELTA, wire.SECOND_MOMENT}
     assert returned[wire.DELTA].keys() == parameters[wire.MODEL].keys()
-    for record in STRATEGIES[method].returned:
-        assert returned[record].keys() == {"norm.weight", "norm.bias", "head.weight"}
-        assert all((v >= 0).all() and v.any() for v in returned[record].values())
+    assert returned[wire.SECOND_MOMENT].keys() == {"norm.weight", "norm.bias", "head.weight"}
+    assert all((v >= 0).all() and v.any() for v in returned[wire.SECOND_MOMENT].values())
     assert returned[wire.DELTA]["norm.num_batches_tracked"] == 7
     assert returned[wire.DELTA]["head.weight"].any()
     assert (n, metrics[wire.NUM_STEPS], metrics[wire.PARTITION]) == (30, 7, 4)
-
-
-@pytest.mark.parametrize("method", CLIENT_METHODS)
-def test_fit_is_a_function_of_message_and_seed(method: str, make_settings: MakeSettings) -> None:
-    client = make_client(make_settings(method=method))
-    parameters, config = message_for(method)
-    first = client.fit(parameters, config)[0]
-    client.fit(parameters, config | {wire.SEED: 99})  # leaves its traces in the shared model
-    again = client.fit(parameters, config)[0]
-    other = client.fit(parameters, config | {wire.SEED: 99})[0]
-    assert first[wire.DELTA]["head.weight"].tobytes() == again[wire.DELTA]["head.weight"].tobytes()
-    assert first[wire.DELTA]["head.weight"].tobytes() != other[wire.DELTA]["head.weight"].tobytes()
-
-
-@pytest.mark.parametrize("method", CLIENT_METHODS)
-def test_one_client_equals_its_local_optimizer(method: str, make_settings: MakeSettings) -> None:
-    unusual = {
-        "momentum": 0.6,
-        "beta1": 0.7,
-        "beta2": 0.9,
-        "eps": 1e-3,
-        "weight_decay": 0.2,
-        "scope": "tensor",
-        "mu": 0.4,
-    }
-    settings = make_settings(method=method, local_steps=5, **unusual)
-    returned, _, _ = make_client(settings).fit(*message_for(method))
-    model = toy_model()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    zeros = [torch.zeros_like(p) for p in parameters]
-    optimizer = {
-        "fedavg": lambda: torch.optim.SGD(parameters, 0.05, momentum=0.6, weight_decay=0.2),
-        "fedprox": lambda: with_proximal_term(torch.optim.SGD(parameters, 0.05, momentum=0.6, weight_decay=0.2), 0.4),
-        "fedadam": lambda: torch.optim.SGD(parameters, 0.05, momentum=0.6, weight_decay=0.2),
-        "local_adam": lambda: torch.optim.Adam(parameters, 0.05, (0.7, 0.9), 1e-3, 0.2),
-        "fedlada": lambda: AmendedAMSGrad(parameters, 0.05, (0.7, 0.9), 1e-3, 0.2, 0.5, zeros, zeros),
-        "local_adamw": lambda: torch.optim.AdamW(parameters, 0.05, (0.7, 0.9), 1e-3, 0.2),
-        "fedadamw": lambda: ActAdamW(parameters, 0.05, (0.7, 0.9), 1e-3, 0.2, tau=1),
-        "fedact_local": lambda: ActAdamW(parameters, 0.05, (0.7, 0.9), 1e-3, 0.2, scope="tensor", score="local"),
-        "fedact": lambda: ActAdamW(parameters, 0.05, (0.7, 0.9), 1e-3, 0.2, scope="tensor"),
-    }[method]
-    stream = batches(toy_examples(), settings.batch_size, torch.Generator().manual_seed(11))
-    start = model.head.weight.detach().clone()
-    train(model, ToyTask().loss, stream, optimizer(), 5)
-    delta = (model.head.weight.detach() - start).numpy()
-    np.testing.assert_array_equal(returned[wire.DELTA]["head.weight"], delta)
-
-
-def with_proximal_term(optimizer: torch.optim.Optimizer, mu: float) -> torch.optim.Optimizer:
-    """FedProx from its definition: the gradient of mu/2 |x - x^r|^2 by autograd."""
-    parameters = optimizer.param_groups[0]["params"]
-    start = [p.detach().clone() for p in parameters]
-
-    def hook(*_: object) -> None:
-        with torch.enable_grad():
-            term = mu / 2 * sum((p - x).square().sum() for p, x in zip(parameters, start, strict=True))
-            for p, g in zip(parameters, torch.autograd.grad(term, parameters), strict=True):
-                p.grad += g
-
-    optimizer.register_step_pre_hook(hook)
-    return optimizer
-
-
-@pytest.mark.parametrize(
-    ("method", "own", "same_as"),
-    [
-        ("fedprox", {"mu": 0.0}, ("fedavg", {})),
-        ("fedprox", {"mu": 0.0, "local_optimizer": "adamw"}, ("local_adamw", {})),
-        ("fedadam", {"local_optimizer": "adamw"}, ("local_adamw", {})),
-        ("fedadamw", {"tau": 0.3}, ("fedact", {"tau": 1.0})),
-    ],
-)
-def test_reductions(method: str, own: dict, same_as: tuple[str, dict], make_settings: MakeSettings) -> None:
-    ours = make_client(make_settings(method=method, **own)).fit(*message_for(method))[0]
-    theirs = make_client(make_settings(method=same_as[0], **same_as[1])).fit(*message_for(same_as[0]))[0]
-    for record in ours:
-        for name in ours[record]:
-            assert ours[record][name].tobytes() == theirs[record][name].tobytes()
-
-
-def test_fedprox_stays_nearer_to_the_global_model(make_settings: MakeSettings) -> None:
-    moved = []
-    for mu in (0.0, 1.0, 10.0):
-        client = make_client(make_settings(method="fedprox", mu=mu, local_steps=30))
-        moved.append(np.abs(client.fit(*message_for("fedprox"))[0][wire.DELTA]["head.weight"]).sum())
-    assert moved[0] > moved[1] > moved[2] > 0
 
 
 def test_fedact_local_differs_from_fedact_once_there_is_a_correction(make_settings: MakeSettings) -> None:

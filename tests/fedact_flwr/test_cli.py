@@ -129,7 +129,7 @@ def test_methods_and_tasks_are_listed() -> None:
     assert code == 0
     assert all(name in output for name in STRATEGIES)
     assert "correction" in output
-    assert "12 down, 8 up" in output
+    assert "model, correction, second_moment: 12 bytes per parameter, 8 with tensor or block means" in output
     assert "mu=0.01" in output
     assert "arXiv:1812.06127" in output
     code, output = fedact("tasks")

@@ -1,6 +1,7 @@
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import tomli_w
@@ -17,6 +18,8 @@ from fedact_flwr.settings import (
     read_override,
 )
 from strategies import STRATEGIES
+from tasks import TASKS
+from tasks.digits import Digits
 
 DEFAULTS = read_defaults()
 
@@ -57,6 +60,49 @@ def test_settings_of_other_methods_are_refused() -> None:
         check_method_settings(parse(DEFAULTS | {"mu": 0.5}))
     with pytest.raises(SettingsError, match=r"server_beta1 = 0\.5: fedact .*did you mean beta1"):
         check_method_settings(parse(DEFAULTS | {"server_beta1": 0.5}))
+
+
+def test_a_tasks_values_for_a_method_go_before_those_for_its_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the paper has it: FedLADA's own rate and decay in pre-training, beta2 = .99 for all, FedAdam's server step."""
+
+    class Pretraining(Digits):
+        defaults: ClassVar = {
+            "adamw": {"lr": 3e-4, "weight_decay": 0.01, "beta2": 0.99},
+            "adam": {"lr": 3e-4, "weight_decay": 0.001, "beta2": 0.99},
+            "sgd": {"lr": 0.1, "weight_decay": 0.001},
+            "fedlada": {"lr": 3e-3, "weight_decay": 0.0},
+            "fedadam": {"server_lr": 1e-3},
+        }
+
+    monkeypatch.setitem(TASKS, "pretraining", Pretraining())
+    fedlada, fedadam, local_adam = (
+        parse(DEFAULTS | {"task": "pretraining", "method": m}) for m in ("fedlada", "fedadam", "local_adam")
+    )
+    assert (fedlada.lr, fedlada.weight_decay, fedlada.beta1, fedlada.beta2) == (3e-3, 0.0, 0.9, 0.99)
+    assert (local_adam.lr, local_adam.weight_decay, local_adam.beta2) == (3e-4, 0.001, 0.99)
+    assert (fedadam.server_lr, fedadam.lr, fedadam.beta2) == (1e-3, 0.1, 0.999)
+    assert parse(DEFAULTS | {"task": "pretraining", "method": "fedlada", "lr": 0.5}).lr == 0.5
+    check_method_settings(parse(DEFAULTS | {"task": "pretraining"}))  # 0.99 is the default there
+
+
+def test_the_local_optimizer_decides_which_settings_a_method_has() -> None:
+    assert parse(DEFAULTS | {"method": "scaffold"}).local_optimizer == "sgd"
+    assert parse(DEFAULTS).local_optimizer == "auto"  # fedact has its own
+    mgup = {"method": "scaffold", "local_optimizer": "mgup_adamw"}
+    check_method_settings(parse(DEFAULTS | mgup | {"tau": 0.2, "beta1": 0.5}))
+    with pytest.raises(SettingsError, match=r"tau = 0\.2: scaffold with local_optimizer = 'sgd' has no such setting"):
+        check_method_settings(parse(DEFAULTS | {"method": "scaffold", "tau": 0.2}))
+    with pytest.raises(SettingsError, match=r"beta1 = 0\.5: fedavg with local_optimizer = 'sgd' has no"):
+        check_method_settings(parse(DEFAULTS | {"method": "fedavg", "beta1": 0.5}))
+    with pytest.raises(SettingsError, match=r"local_optimizer = 'sgd': fedact has no such setting"):
+        check_method_settings(parse(DEFAULTS | {"local_optimizer": "sgd"}))
+    with pytest.raises(SettingsError, match=r"second_moment = 'block': local_adamw has no such setting"):
+        check_method_settings(parse(DEFAULTS | {"method": "local_adamw", "second_moment": "block"}))
+
+
+def test_a_near_name_is_suggested() -> None:
+    with pytest.raises(SettingsError, match=r"method = 'scafold': .*\(did you mean scaffold\?\)"):
+        parse(DEFAULTS | {"method": "scafold"})
 
 
 def test_settings_are_frozen_and_dump_is_read_back() -> None:

@@ -102,8 +102,11 @@ def test_ctrl_c_ends_all_that_was_started(rounds_first: int, tmp_path: Path) -> 
     assert not processes_of(tmp_path)
 
 
-def test_flwr_run_itself(tmp_path: Path) -> None:
-    """No wrapper: Flower's own background SuperLink and its two default supernodes, three runs in a row."""
+def test_flwr_run_itself(tmp_path: Path, make_settings: Callable[..., Settings]) -> None:
+    """No wrapper: Flower's own background SuperLink and its two default supernodes, three runs in a row.
+
+    The first, of a method whose clients keep state, ends in the same bits as in process.
+    """
     home = tmp_path / "home"
     flower = environment(tmp_path) | {
         "FLWR_HOME": str(home),
@@ -120,12 +123,16 @@ def test_flwr_run_itself(tmp_path: Path) -> None:
         return result.stdout
 
     try:
-        flwr_run("method='fedadamw' rounds=2 local_steps=2 device='cpu' name='overrides'")
+        flwr_run("method='scaffold' rounds=2 local_steps=2 device='cpu' name='overrides'")
         overrides = tmp_path / "runs" / "overrides"
         summary = json.loads((overrides / "summary.json").read_text())
         assert summary["status"] == "completed"
         assert summary["final"]["replies"] == 10  # ten partitions on two supernodes
-        assert 'method = "fedadamw"' in (overrides / "settings.toml").read_text()
+        assert 'method = "scaffold"' in (overrides / "settings.toml").read_text()
+        settings = make_settings(method="scaffold", rounds=2, local_steps=2, output=str(tmp_path), name="inprocess")
+        run_inprocess(server_app, client_app, 3, dump(settings))
+        ours = tmp_path / "inprocess" / "model.safetensors"
+        assert (overrides / "model.safetensors").read_bytes() == ours.read_bytes()
 
         flwr_run(str(PROJECT / "conf" / "smoke.toml"))
         (smoke,) = (folder for folder in (tmp_path / "runs").iterdir() if folder != overrides)

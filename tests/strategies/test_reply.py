@@ -35,7 +35,7 @@ def test_gives_a_sane_reply_or_says_why_not(
         {wire.DELTA: delta, wire.SECOND_MOMENT: second_moment, wire.METRICS: MetricRecord(METRICS | changes)}
     )
     try:
-        reply = read_reply(content, 0, MODEL, MODEL, (wire.SECOND_MOMENT,), local_steps)
+        reply = read_reply(content, 0, MODEL, {wire.SECOND_MOMENT: MODEL}, local_steps)
     except BadReply:
         return
     assert 1 <= reply.num_examples <= MAX_EXAMPLES
@@ -53,6 +53,6 @@ def test_gives_a_sane_reply_or_says_why_not(
 @given(fitting.filter(lambda a: np.isfinite(a).all()))
 def test_good_replies_arrive_as_they_were_sent(delta: np.ndarray) -> None:
     content = RecordDict({wire.DELTA: wire.to_record({"w": delta}), wire.METRICS: MetricRecord(METRICS)})
-    reply = read_reply(content, 0, MODEL, MODEL, (), 2)
+    reply = read_reply(content, 0, MODEL, {}, 2)
     assert reply.delta["w"].tobytes() == delta.tobytes()
     assert (reply.num_examples, reply.num_steps) == (5, 2)

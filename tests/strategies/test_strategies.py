@@ -141,34 +141,6 @@ def test_unequal_steps(two_clients: MakeSettings, monkeypatch: pytest.MonkeyPatc
     assert 0.5**strategy.steps_done == pytest.approx(0.375)
 
 
-@pytest.mark.parametrize("method", STRATEGIES)
-def test_order_of_replies_does_not_matter(method: str, make_settings: MakeSettings) -> None:
-    """Three deltas whose float64 sum depends on the order, and a counter that is taken from the first partition."""
-    scale = [np.float32(x) for x in (1e20, 3.0, -1e20)]
-    x0 = {"w": np.zeros(3, np.float32), "count": np.array(0)}
-
-    def respond(partition: int) -> RecordDict:
-        content = reply_of(0, STRATEGIES[method].returned)
-        delta = {"w": np.full(3, scale[partition]), "count": np.array(partition + 1)}
-        content[wire.DELTA] = wire.to_record(delta)
-        content[wire.METRICS][wire.PARTITION] = partition
-        return content
-
-    ends = []
-    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0], [0, 2, 1]):
-        strategy = STRATEGIES[method](
-            make_settings(method=method, clients=3, clients_per_round=3), buffers=frozenset({"count"})
-        )
-        grid, _ = grid_of(respond, 3, 3)
-        messages = strategy.configure_train(1, wire.to_record(x0), ConfigRecord(), grid)
-        replies = list(grid.send_and_receive(messages))
-        arrays, _ = strategy.aggregate_train(1, [replies[i] for i in order])
-        state = {record: vectors["w"].tobytes() for record, vectors in strategy.state.items()}
-        model = {name: array.tobytes() for name, array in wire.from_record(arrays).items()}
-        ends.append((model, state))
-    assert all(end == ends[0] for end in ends)
-
-
 def test_the_rounds_learning_rate_reaches_clients_and_delta_g(two_clients: MakeSettings) -> None:
     """Cosine from .5 over 3 rounds: in round 2 eta = .5 (1 + cos(pi/3)) / 2 = .375."""
     strategy = FedACT(two_clients(lr_schedule="cosine"))
@@ -227,6 +199,76 @@ def test_fedadam_leaves_buffers_to_the_mean(two_clients: MakeSettings) -> None:
     arrays, _ = one_round(strategy, grid_of(respond)[0], arrays=wire.to_record(x0))
     assert wire.from_record(arrays)["mean"].tolist() == [3, 3]
     assert all(vectors.keys() == {"w"} for vectors in strategy.state.values())
+
+
+def with_control(partition: int) -> RecordDict:
+    content = reply_of(partition % 2, ())
+    content[wire.METRICS][wire.PARTITION] = partition
+    content[wire.CONTROL] = wire.to_record({"w": np.array([4, -8, 12], np.float32) * (1 + partition)})
+    return content
+
+
+def test_the_control_variate_is_a_mean_over_all_clients(make_settings: MakeSettings) -> None:
+    """Two of four clients, 0 and 1, change their c_i by (4, -8, 12) and twice that: c moves by a quarter of the sum."""
+    settings = make_settings(
+        method="scaffold", clients=4, clients_per_round=4, min_replies=2, weighting="examples", server_lr=0.5, seed=1
+    )
+    strategy = STRATEGIES["scaffold"](settings)
+    grid, seen = grid_of(lambda p: with_control(p) if p < 2 else RecordDict(), nodes=4, clients=4)
+    arrays, _ = one_round(strategy, grid)
+    assert strategy.state[wire.CONTROL]["w"].tolist() == [3, -6, 9]
+    # weights 1/4 and 3/4 and server_lr for x alone: mean delta (-3.5, 1.5, 1)
+    assert wire.from_record(arrays)["w"].tolist() == [-0.75, 2.75, 3.5]
+    one_round(strategy, grid, 2, arrays)
+    assert wire.from_record(seen[-1].content[wire.CONTROL])["w"].tolist() == [3, -6, 9]
+
+
+def test_clients_go_on_from_the_round_that_was_folded(two_clients: MakeSettings) -> None:
+    """Partition 1's reply to round 1 is refused, and round 2 fails as a whole: neither is a state to go on from."""
+    strategy = STRATEGIES["scaffold"](two_clients(method="scaffold"))
+    broken_in = {1: {1}, 2: {0, 1}, 3: set()}
+    now = [0]
+
+    def respond(partition: int) -> RecordDict:
+        content = with_control(partition)
+        if partition in broken_in[now[0]]:
+            content[wire.METRICS][wire.NUM_STEPS] = 0
+        return content
+
+    grid, seen = grid_of(respond)
+    for now[0] in (1, 2, 3):
+        one_round(strategy, grid, now[0], wire.to_record(strategy.model or X0))
+    asked = {(m.content[wire.CONFIG][wire.ROUND], m.content[wire.CONFIG][wire.PARTITION]): m for m in seen}
+    folded = {key: m.content[wire.CONFIG][wire.FOLDED] for key, m in asked.items()}
+    assert folded == {(1, 0): 0, (1, 1): 0, (2, 0): 1, (2, 1): 0, (3, 0): 1, (3, 1): 0}
+    assert strategy.folded == {0: 3, 1: 3}
+    assert len({m.content[wire.CONFIG][wire.STATE_FOLDER] for m in seen}) == 1
+
+
+@pytest.mark.parametrize(("second_moment", "shape"), [("full", (4, 2)), ("tensor", (1,)), ("block", (2,))])
+def test_second_moments_travel_in_the_form_that_was_set(
+    second_moment: str, shape: tuple[int, ...], two_clients: MakeSettings
+) -> None:
+    """One client's v is 1 in each block, the other's 3: v_bar is 2. A reply in another form is refused."""
+    x0 = wire.to_record({"qkv": np.zeros((4, 2), np.float32)})
+    strategy = FedACT(two_clients(second_moment=second_moment, min_replies=1), blocks={"qkv": 2})
+
+    def respond(partition: int, shape: tuple[int, ...] = shape) -> RecordDict:
+        content = reply_of(partition, ())
+        content[wire.DELTA] = x0
+        content[wire.SECOND_MOMENT] = wire.to_record({"qkv": np.full(shape, 1 + 2 * partition, np.float32)})
+        return content
+
+    grid, seen = grid_of(respond)
+    one_round(strategy, grid, arrays=x0)
+    assert wire.from_record(seen[0].content[wire.SECOND_MOMENT])["qkv"].shape == shape
+    assert strategy.state[wire.SECOND_MOMENT]["qkv"].tolist() == np.full(shape, 2.0).tolist()
+    assert strategy.state[wire.CORRECTION]["qkv"].shape == (4, 2)
+
+    other, _ = grid_of(lambda p: respond(p, (3,)))
+    strategy.settings = strategy.settings.model_copy(update={"max_failed_rounds": 1})
+    with pytest.raises(RunFailed, match=r"second_moment qkv is float32\[3\]"):
+        one_round(strategy, other, 2, wire.to_record(strategy.model))
 
 
 def test_buffers_are_averaged_and_counters_taken(two_clients: MakeSettings) -> None:

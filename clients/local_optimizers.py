@@ -1,0 +1,83 @@
+"""The optimizers that a client can run by themselves: ``local_optimizer`` chooses one where a method leaves it open."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from clients.cautious import CautiousAdamW
+from clients.local_round import LocalRound
+from clients.optimizers import ActAdamW
+from tasks.task import Family
+
+ADAM = ("beta1", "beta2", "eps")  # settings
+
+
+@dataclass(frozen=True)
+class LocalOptimizer:
+    """Attributes
+    ----------
+    make : callable
+        The optimizer of one round, from a fresh state.
+    family : {"adamw", "adam", "sgd"}
+        Which of a task's learning rates and weight decays is the default.
+    settings : tuple of str
+        The settings that it reads and not every method has.
+    """
+
+    make: Callable[[LocalRound], Optimizer]
+    family: Family
+    settings: tuple[str, ...]
+
+
+def sgd(local: LocalRound) -> Optimizer:
+    s = local.settings
+    return torch.optim.SGD(local.parameters, local.lr, momentum=s.momentum, weight_decay=s.weight_decay)
+
+
+def adam(local: LocalRound) -> Optimizer:
+    """Adam, whose decay is coupled: part of the gradient and so of both moments."""
+    s = local.settings
+    return torch.optim.Adam(local.parameters, local.lr, (s.beta1, s.beta2), s.eps, s.weight_decay)
+
+
+def adamw(local: LocalRound) -> Optimizer:
+    s = local.settings
+    return torch.optim.AdamW(local.parameters, local.lr, (s.beta1, s.beta2), s.eps, s.weight_decay)
+
+
+def mgup_adamw(local: LocalRound) -> Optimizer:
+    """MGUP-AdamW: ACT-AdamW with nothing from the server, the top taken in each tensor.
+
+    Source: Chang and Yuan 2025, "MGUP: A Momentum-Gradient Alignment Update Policy for Stochastic Optimization",
+    arXiv:2606.17526: phi = alpha on the floor(tau d) largest u g of a tensor, gamma on the rest, by default 1/tau and
+    tau.
+    """
+    s = local.settings
+    return ActAdamW(
+        local.parameters,
+        local.lr,
+        (s.beta1, s.beta2),
+        s.eps,
+        s.weight_decay,
+        rho=0.0,
+        tau=s.tau,
+        alpha=s.alpha,
+        gamma=s.gamma,
+        scope="tensor",
+    )
+
+
+def cautious_adamw(local: LocalRound) -> Optimizer:
+    s = local.settings
+    return CautiousAdamW(local.parameters, local.lr, (s.beta1, s.beta2), s.eps, s.weight_decay)
+
+
+LOCAL_OPTIMIZERS: dict[str, LocalOptimizer] = {
+    "sgd": LocalOptimizer(sgd, "sgd", ("momentum",)),
+    "adam": LocalOptimizer(adam, "adam", ADAM),
+    "adamw": LocalOptimizer(adamw, "adamw", ADAM),
+    "mgup_adamw": LocalOptimizer(mgup_adamw, "adamw", (*ADAM, "tau", "alpha", "gamma")),
+    "cautious_adamw": LocalOptimizer(cautious_adamw, "adamw", ADAM),
+}

@@ -1,0 +1,93 @@
+"""What clients keep between rounds, in files: a client is a partition, not a process or a node's memory.
+
+    FOLDER/PARTITION/round-ROUND.safetensors
+
+The server says which round's reply of a partition it folded last, and the client goes on from that round's file. So a
+reply that is lost or refused, a process that ends and a round that is repeated leave both sides at one state.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+Named = Mapping[str, Mapping[str, Tensor]]  # tensors by what they are and by parameter name
+
+
+class LostState(RuntimeError):
+    """The state that the server counts on is not here or not readable; the message says where it should be."""
+
+
+class ClientState:
+    """The state of one partition in one run.
+
+    Parameters
+    ----------
+    folder : Path
+        Of the run on this machine; made when needed.
+    partition : int
+    """
+
+    def __init__(self, folder: Path, partition: int) -> None:
+        self.partition = partition
+        self._folder = folder / str(partition)
+
+    def load(self, server_round: int, like: Named) -> dict[str, list[Tensor]]:
+        """The state after ``server_round``, after 0 zeros, with the names, shapes and devices of ``like``.
+
+        Raises `LostState`.
+        """
+        if server_round == 0 or not like:
+            return {what: [torch.zeros_like(t) for t in named.values()] for what, named in like.items()}
+        path = self._path(server_round)
+        try:
+            flat = load_file(path)
+            state = {what: [flat[f"{what}/{name}"] for name in named] for what, named in like.items()}
+        except (OSError, SafetensorError, KeyError) as error:
+            raise LostState(f"{self._needs(path, server_round)}: {error}") from error
+        for what, named in like.items():
+            for (name, wanted), tensor in zip(named.items(), state[what], strict=True):
+                if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
+                    raise LostState(
+                        f"{self._needs(path, server_round)}: {what}/{name} is {_shape(tensor)}, not {_shape(wanted)}"
+                    )
+        return {
+            what: [t.to(wanted.device) for t, wanted in zip(state[what], named.values(), strict=True)]
+            for what, named in like.items()
+        }
+
+    def save(self, server_round: int, state: Named, folded: int) -> None:
+        """Write the state after ``server_round`` atomically, and remove all others but that of ``folded``.
+
+        Earlier ones are never asked for again, and later ones belong to replies that were not folded.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        flat = {
+            f"{what}/{name}": t.detach().cpu().contiguous()
+            for what, named in state.items()
+            for name, t in named.items()
+        }
+        path = self._path(server_round)
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            file.write(save(flat))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        for other in self._folder.glob("round-*"):
+            if other not in (path, self._path(folded)):
+                other.unlink()
+
+    def _needs(self, path: Path, server_round: int) -> str:
+        return f"partition {self.partition} can't go on without what it kept in round {server_round}, {path}"
+
+    def _path(self, server_round: int) -> Path:
+        return self._folder / f"round-{server_round}.safetensors"
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
