@@ -6,8 +6,8 @@ A method may carry a setting of its own, as in scaffold:local_optimizer=adamw.
 Each method's learning rate is the best of a grid by mean final accuracy over the tuning seeds; then the reported seeds,
 which are others, run with it. Both look at the same test set. Everything else is as in pyproject.toml. Runs are
 in-process, one torch thread each; a run whose record is complete and has the same settings is not repeated (remove the
-output folder after a change of the code). Prints two Markdown tables: the result with the bytes of the arrays that travel
-in a round to and from all its clients, and the tuning.
+output folder after a change of the code). Prints two Markdown tables: the result, with the bytes of the arrays that
+travel in a round to and from all its clients, and the tuning.
 """
 
 import argparse

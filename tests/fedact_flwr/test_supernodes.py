@@ -1,6 +1,5 @@
 """Over the network: a SuperLink and SuperNodes as processes of their own."""
 
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
