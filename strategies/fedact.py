@@ -13,13 +13,18 @@ from strategies.wire import Vectors
 
 
 class FedAdamW(FederatedStrategy):
-    """FedACT's server; the clients' trust modulation is phi = 1.
+    """AdamW on the clients that goes on from shared second moments, and along a shared correction.
 
-    With weights w_i (1/S unless ``weighting = "examples"``), K_i local steps and the round's learning rate eta::
+    With weights w_i (1/S unless ``weighting = "examples"``), K_i local steps, the round's learning rate eta and the
+    steps t behind v::
 
-        Delta_G <- - sum_i w_i delta_i / (K_i eta)
-        v_bar   <-   sum_i w_i v_i
-        x       <- x + server_lr sum_i w_i delta_i
+        client  m = 0, v = v_bar at first; each step
+                m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g g
+                u  = (1 - rho) m / (1 - b1^k) / (sqrt(v / (1 - b2^t)) + eps) + rho Delta_G
+                x <- (1 - eta lam) x - eta u
+        server  Delta_G <- - sum_i w_i delta_i / (K_i eta)
+                v_bar   <-   sum_i w_i v_i
+                x       <- x + server_lr sum_i w_i delta_i
 
     Delta_G takes the raw client deltas, weight decay included, even where server_lr is not 1 (FedACT, Algorithm 1).
 
@@ -51,19 +56,31 @@ class FedAdamW(FederatedStrategy):
 
 
 class FedLADA(FedAdamW):
-    """The same server; what the clients return as v_i is AMSGrad's maximum, see `clients.fedlada.AmendedAMSGrad`."""
+    """The same server; the clients return AMSGrad's maximum as v_i (`clients.fedlada.AmendedAMSGrad`)::
+
+        client  m = 0, v = v_max = v_bar at first; each step, with g <- g + lam x
+                m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g g          v_max <- max(v_max, v)
+                x <- x - eta ((1 - rho) m / (sqrt(v_max) + eps) + rho Delta_G)
+    """
 
     source = "Sun et al. 2023, arXiv:2308.00522"
     settings_used = ()
 
 
 class FedACTLocal(FedAdamW):
-    """FedACT whose clients score with their own direction, s = u_loc * g (the ablation of the paper's Table 3)."""
+    """FedACT whose clients score with their own direction (the ablation of the paper's Table 3)::
+
+        s = u_loc g, with u_loc the direction u without rho, and the step along u
+    """
 
     source = "the FedACT paper, Table 3"
 
 
 class FedACT(FedAdamW):
-    """Federated Adaptive Coordinate Trust modulation; the clients run `clients.optimizers.ActAdamW`."""
+    """FedAdamW with a trust modulation of each coordinate on the clients (`clients.optimizers.ActAdamW`)::
+
+        client  s = u g;  phi = alpha on the floor(tau d) largest s, gamma on the rest
+                x <- (1 - eta lam) x - eta phi u
+    """
 
     source = "the FedACT paper, Algorithm 1"

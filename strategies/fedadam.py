@@ -12,7 +12,7 @@ FIRST, SECOND = "server_m", "server_v"
 
 
 class FedAdam(FederatedStrategy):
-    """Adam on the mean delta (Algorithm 2, without bias correction)::
+    """FedAvg's clients, and Adam on their mean delta (Algorithm 2, without bias correction)::
 
         D <- sum_i w_i delta_i
         m <- b1 m + (1 - b1) D

@@ -1,4 +1,7 @@
-"""Methods whose server only averages: McMahan et al. 2017, arXiv:1602.05629."""
+"""Methods whose server only averages: McMahan et al. 2017, arXiv:1602.05629.
+
+g is the gradient of a local step, lam the weight decay; w_i are the weights of the replies, 1/S by default.
+"""
 
 from collections.abc import Sequence
 
@@ -7,7 +10,11 @@ from strategies.reply import Reply
 
 
 class FedAvg(FederatedStrategy):
-    """``x <- x + server_lr mean(delta_i)``; the clients run SGD."""
+    """Federated averaging (Algorithm 1)::
+
+        client  x <- x - eta (g + lam x)
+        server  x <- x + server_lr sum_i w_i delta_i
+    """
 
     source = "McMahan et al. 2017, arXiv:1602.05629"
 
@@ -16,18 +23,30 @@ class FedAvg(FederatedStrategy):
 
 
 class FedProx(FedAvg):
-    """FedAvg whose clients add mu/2 |x - x^r|^2 to their loss, so that they stay near the global model."""
+    """FedAvg whose clients stay near the global model, with mu/2 |x - x^r|^2 added to their loss (Algorithm 2)::
+
+        client  x <- x - eta (g + mu (x - x^r) + lam x)
+    """
 
     source = "Li et al. 2020, arXiv:1812.06127"
 
 
 class LocalAdam(FedAvg):
-    """FedAvg whose clients run Adam, with coupled weight decay, from a fresh state each round."""
+    """FedAvg whose clients run Adam, with coupled weight decay, from a fresh state each round::
+
+        client  g <- g + lam x
+                m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g g
+                x <- x - eta m / (1 - b1^k) / (sqrt(v / (1 - b2^k)) + eps)
+    """
 
     source = "a baseline of the FedACT paper"
 
 
 class LocalAdamW(FedAvg):
-    """FedAvg whose clients run AdamW from a fresh state each round."""
+    """FedAvg whose clients run AdamW, Adam with decoupled weight decay, from a fresh state each round::
+
+        client  m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g g
+                x <- (1 - eta lam) x - eta m / (1 - b1^k) / (sqrt(v / (1 - b2^k)) + eps)
+    """
 
     source = "a baseline of the FedACT paper"
