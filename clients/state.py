@@ -78,6 +78,7 @@ class ClientState:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        _sync_folder(self._folder)
         for other in self._folder.glob("round-*"):
             if other not in (path, self._path(folded)):
                 other.unlink()
@@ -87,6 +88,16 @@ class ClientState:
 
     def _path(self, server_round: int) -> Path:
         return self._folder / f"round-{server_round}.safetensors"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put a rename on disk. Only POSIX opens folders, and elsewhere the rename alone must do."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _shape(tensor: Tensor) -> str:

@@ -58,9 +58,9 @@ class FedAdamW(FederatedStrategy):
 class FedLADA(FedAdamW):
     """The same server; the clients return AMSGrad's maximum as v_i (`clients.fedlada.AmendedAMSGrad`)::
 
-        client  m = 0, v = v_max = v_bar at first; each step, with g <- g + lam x
-                m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g g          v_max <- max(v_max, v)
-                x <- x - eta ((1 - rho) m / (sqrt(v_max) + eps) + rho Delta_G)
+    client  m = 0, v = v_max = v_bar at first; each step, with g <- g + lam x
+            m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g g          v_max <- max(v_max, v)
+            x <- x - eta ((1 - rho) m / (sqrt(v_max) + eps) + rho Delta_G)
     """
 
     source = "Sun et al. 2023, arXiv:2308.00522"
@@ -70,7 +70,7 @@ class FedLADA(FedAdamW):
 class FedACTLocal(FedAdamW):
     """FedACT whose clients score with their own direction (the ablation of the paper's Table 3)::
 
-        s = u_loc g, with u_loc the direction u without rho, and the step along u
+    s = u_loc g, with u_loc the direction u without rho, and the step along u
     """
 
     source = "the FedACT paper, Table 3"
@@ -79,8 +79,8 @@ class FedACTLocal(FedAdamW):
 class FedACT(FedAdamW):
     """FedAdamW with a trust modulation of each coordinate on the clients (`clients.optimizers.ActAdamW`)::
 
-        client  s = u g;  phi = alpha on the floor(tau d) largest s, gamma on the rest
-                x <- (1 - eta lam) x - eta phi u
+    client  s = u g;  phi = alpha on the floor(tau d) largest s, gamma on the rest
+            x <- (1 - eta lam) x - eta phi u
     """
 
     source = "the FedACT paper, Algorithm 1"

@@ -12,8 +12,8 @@ from strategies.reply import Reply
 class FedAvg(FederatedStrategy):
     """Federated averaging (Algorithm 1)::
 
-        client  x <- x - eta (g + lam x)
-        server  x <- x + server_lr sum_i w_i delta_i
+    client  x <- x - eta (g + lam x)
+    server  x <- x + server_lr sum_i w_i delta_i
     """
 
     source = "McMahan et al. 2017, arXiv:1602.05629"
@@ -25,7 +25,7 @@ class FedAvg(FederatedStrategy):
 class FedProx(FedAvg):
     """FedAvg whose clients stay near the global model, with mu/2 |x - x^r|^2 added to their loss (Algorithm 2)::
 
-        client  x <- x - eta (g + mu (x - x^r) + lam x)
+    client  x <- x - eta (g + mu (x - x^r) + lam x)
     """
 
     source = "Li et al. 2020, arXiv:1812.06127"
@@ -34,9 +34,9 @@ class FedProx(FedAvg):
 class LocalAdam(FedAvg):
     """FedAvg whose clients run Adam, with coupled weight decay, from a fresh state each round::
 
-        client  g <- g + lam x
-                m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g g
-                x <- x - eta m / (1 - b1^k) / (sqrt(v / (1 - b2^k)) + eps)
+    client  g <- g + lam x
+            m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g g
+            x <- x - eta m / (1 - b1^k) / (sqrt(v / (1 - b2^k)) + eps)
     """
 
     source = "a baseline of the FedACT paper"
@@ -45,8 +45,8 @@ class LocalAdam(FedAvg):
 class LocalAdamW(FedAvg):
     """FedAvg whose clients run AdamW, Adam with decoupled weight decay, from a fresh state each round::
 
-        client  m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g g
-                x <- (1 - eta lam) x - eta m / (1 - b1^k) / (sqrt(v / (1 - b2^k)) + eps)
+    client  m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g g
+            x <- (1 - eta lam) x - eta m / (1 - b1^k) / (sqrt(v / (1 - b2^k)) + eps)
     """
 
     source = "a baseline of the FedACT paper"

@@ -30,9 +30,7 @@ class Task(Protocol):
 
     summary: str  # one line for people
     target: str  # the metric that ranks models, e.g. "accuracy"; higher is better
-    defaults: Mapping[
-        str, Defaults
-    ]  # by family of the local optimizer (all three); a method's name overrides its family
+    defaults: Mapping[str, Defaults]  # by family of the local optimizer, all three; a method's name goes before it
 
     def train_labels(self) -> NDArray:
         """The class of each training example, shape (n,), int64: what a split goes by."""

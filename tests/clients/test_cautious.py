@@ -43,6 +43,18 @@ def test_coordinates_that_disagree_stand_still_and_the_rest_steps_further() -> N
     assert p.tolist() == pytest.approx([-1, -1 - 2 * 1.0])
 
 
+def test_a_gradient_of_zero_is_no_agreement() -> None:
+    p = nn.Parameter(torch.tensor([0.0, 0.0]))
+    optimizer = CautiousAdamW([p], 1.0, (0.9, 0.9), 1e-8, 0.0)
+    p.grad = torch.tensor([1.0, 1.0])
+    optimizer.step()
+    before = p.tolist()
+    p.grad = torch.tensor([0.0, 1.0])  # the first still has momentum
+    optimizer.step()
+    assert p.tolist()[0] == before[0]
+    assert p.tolist()[1] < before[1] - 1.5  # one of two agrees: twice AdamW's step
+
+
 def test_without_any_agreement_nothing_moves_and_decay_stays() -> None:
     p = nn.Parameter(torch.tensor([2.0]))
     optimizer = CautiousAdamW([p], 0.1, (0.9, 0.9), 1e-8, 0.5)

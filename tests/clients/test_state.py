@@ -54,10 +54,14 @@ def test_a_repeated_round_replaces_its_file(tmp_path: Path) -> None:
     assert state.load(2, LIKE)["control"][0].tolist() == [9, 18, 27]
 
 
-def test_a_crash_while_writing_leaves_the_round_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["os.fsync", "Path.replace"])
+def test_a_crash_while_writing_leaves_the_round_before(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round's file is there in whole or not at all."""
     state = ClientState(tmp_path, 0)
     state.save(1, named(1.0), folded=0)
-    monkeypatch.setattr("clients.state.os.fsync", lambda _: (_ for _ in ()).throw(OSError("no space left")))
+    monkeypatch.setattr(f"clients.state.{failing}", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
     with pytest.raises(OSError, match="no space left"):
         state.save(2, named(2.0), folded=1)
     assert state.load(1, LIKE)["control"][0].tolist() == [1, 2, 3]

@@ -411,6 +411,25 @@ def test_a_run_waits_for_its_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert hosts.find([0, 1], grid).keys() == {0, 1}
 
 
+def test_of_two_nodes_with_one_partition_the_newer_is_asked() -> None:
+    """A node that was restarted has a new id, and the server may not have missed the old one yet."""
+    app = ClientApp()
+
+    @app.query("hosted_partitions")
+    def query(message: Message, context: Any) -> Message:
+        return Message(RecordDict({wire.CONFIG: ConfigRecord({wire.HOSTED: [0]})}), reply_to=message)
+
+    for first_connected in (0, 1):  # whichever id is the larger
+        grid = InProcessGrid(app, 2, {})
+        both = list(grid.get_node_ids())
+        connected = [both[first_connected]]
+        grid.get_node_ids = lambda connected=connected: connected  # type: ignore[method-assign]
+        hosts = Hosts(clients=1, node_timeout=0)
+        assert hosts.find([0], grid) == {0: both[first_connected]}
+        connected.append(both[1 - first_connected])
+        assert hosts.find([0], grid) == {0: both[1 - first_connected]}
+
+
 def test_a_node_with_a_bad_answer_is_left_out() -> None:
     app = ClientApp()
 
