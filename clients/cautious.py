@@ -1,7 +1,7 @@
 """Cautious AdamW: Liang et al. 2024, "Cautious Optimizers: Improving Training with One Line of Code",
 arXiv:2411.16085."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class CautiousAdamW(Optimizer):
                 self.state[p] = {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "step": 0}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:

@@ -58,7 +58,8 @@ class FedClient(NumPyClient):
         """Train from ``parameters``; config holds what `strategies.wire` lists, with a local path for STATE_FOLDER.
 
         Returns the delta and what the method returns beside it, the number of training examples, and metrics. What the
-        method keeps is on disk when this returns. Raises `clients.state.LostState`.
+        method keeps is on disk when this returns. Raises `clients.state.LostState`, and OSError where it can't be
+        written.
         """
         started = time.perf_counter()
         settings, method = self.settings, CLIENT_METHODS[self.settings.method]

@@ -1,7 +1,7 @@
 """FAdamGC's local optimizer: Chen et al. 2025, "Gradient Correction in Federated Learning with Adaptive Optimization",
 arXiv:2502.02727."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ class TrackingAdamW(torch.optim.AdamW):
         x = (1 - lr weight_decay) x - lr m_hat / (sqrt(v_hat) + eps)
 
     ``shift`` is y - y_i, one tensor per parameter, in order. A parameter without a gradient takes no part in the
-    step. (AdamW, with decoupled decay and bias correction, where the source has AMSGrad without either: here all
-    methods of this family share one local optimizer, so that they differ by their correction alone.)
+    step. (AdamW, with decoupled decay and bias correction, where a third-party account of the source has AMSGrad
+    without either: here the methods of this family share one local optimizer, so that they differ by their correction
+    alone.)
     """
 
     def __init__(self, params: Iterable[Tensor], *args: Any, shift: Sequence[Tensor], **kwargs: Any) -> None:
@@ -27,7 +28,7 @@ class TrackingAdamW(torch.optim.AdamW):
         self._sums = [torch.zeros_like(p) for p in self._parameters]
         self._steps = 0
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         self._steps += 1
         for p, shift, total in zip(self._parameters, self._shift, self._sums, strict=True):
             if p.grad is not None:

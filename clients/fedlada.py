@@ -1,7 +1,7 @@
 """FedLADA's local optimizer: Sun et al. 2023, "Efficient Federated Learning via Local Adaptive Amended Optimizer with
 Linear Speedup"."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class AmendedAMSGrad(Optimizer):
         return [self.state[p]["v_max"] for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:

@@ -1,4 +1,7 @@
-"""The optimizers that a client can run by themselves: ``local_optimizer`` chooses one where a method leaves it open."""
+"""The optimizers that a client can run by themselves: ``local_optimizer`` chooses one where a method leaves it open.
+
+A new one is named here, in the type of ``local_optimizer`` (clients/settings.py) and in its comment (pyproject.toml).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ from clients.local_round import LocalRound
 from clients.optimizers import ActAdamW
 from tasks.task import Family
 
-ADAM = ("beta1", "beta2", "eps")  # settings
+ADAM_SETTINGS = ("beta1", "beta2", "eps")
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,9 @@ def adamw(local: LocalRound) -> Optimizer:
 def mgup_adamw(local: LocalRound) -> Optimizer:
     """MGUP-AdamW: ACT-AdamW with nothing from the server, the top taken in each tensor.
 
-    Source: Chang and Yuan 2025, "MGUP: A Momentum-Gradient Alignment Update Policy for Stochastic Optimization",
-    arXiv:2606.17526: phi = alpha on the floor(tau d) largest u g of a tensor, gamma on the rest, by default 1/tau and
-    tau.
+    Source: Chang and Yuan, "MGUP: A Momentum-Gradient Alignment Update Policy for Stochastic Optimization", NeurIPS
+    2025, arXiv:2606.17526: phi = alpha on the floor(tau d) largest u g of a tensor, gamma on the rest, by default
+    1/tau and tau.
     """
     s = local.settings
     return ActAdamW(
@@ -76,8 +79,8 @@ def cautious_adamw(local: LocalRound) -> Optimizer:
 
 LOCAL_OPTIMIZERS: dict[str, LocalOptimizer] = {
     "sgd": LocalOptimizer(sgd, "sgd", ("momentum",)),
-    "adam": LocalOptimizer(adam, "adam", ADAM),
-    "adamw": LocalOptimizer(adamw, "adamw", ADAM),
-    "mgup_adamw": LocalOptimizer(mgup_adamw, "adamw", (*ADAM, "tau", "alpha", "gamma")),
-    "cautious_adamw": LocalOptimizer(cautious_adamw, "adamw", ADAM),
+    "adam": LocalOptimizer(adam, "adam", ADAM_SETTINGS),
+    "adamw": LocalOptimizer(adamw, "adamw", ADAM_SETTINGS),
+    "mgup_adamw": LocalOptimizer(mgup_adamw, "adamw", (*ADAM_SETTINGS, "tau", "alpha", "gamma")),
+    "cautious_adamw": LocalOptimizer(cautious_adamw, "adamw", ADAM_SETTINGS),
 }

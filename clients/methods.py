@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from clients.blocks import block_means, from_block_means
 from clients.fadamgc import TrackingAdamW
 from clients.fedlada import AmendedAMSGrad
-from clients.local_optimizers import ADAM, LOCAL_OPTIMIZERS, adam, adamw
+from clients.local_optimizers import ADAM_SETTINGS, LOCAL_OPTIMIZERS, adam, adamw
 from clients.local_round import Finished, LocalRound
 from clients.optimizers import ActAdamW, stability_note
 from clients.settings import LocalSettings
@@ -55,26 +55,26 @@ class ClientMethod:
 
     def family_with(self, local_optimizer: str) -> Family:
         """The family where the setting ``local_optimizer`` is as given; "auto" and methods that have none included."""
-        chosen = self._chosen(local_optimizer)
-        return LOCAL_OPTIMIZERS[chosen].family if chosen else self.family
+        name = self._optimizer_name(local_optimizer)
+        return LOCAL_OPTIMIZERS[name].family if name else self.family
 
     def settings_with(self, local_optimizer: str) -> tuple[str, ...]:
         """The settings, likewise."""
-        chosen = self._chosen(local_optimizer)
-        return (*self.settings, "local_optimizer", *LOCAL_OPTIMIZERS[chosen].settings) if chosen else self.settings
+        name = self._optimizer_name(local_optimizer)
+        return (*self.settings, "local_optimizer", *LOCAL_OPTIMIZERS[name].settings) if name else self.settings
 
-    def _chosen(self, local_optimizer: str) -> str | None:
+    def _optimizer_name(self, local_optimizer: str) -> str | None:
         return local_optimizer if self.local_optimizer and local_optimizer != "auto" else self.local_optimizer
 
 
-def chosen(local: LocalRound) -> Optimizer:
+def chosen_optimizer(local: LocalRound) -> Optimizer:
     """The optimizer that the setting ``local_optimizer`` names."""
     return LOCAL_OPTIMIZERS[local.settings.local_optimizer].make(local)
 
 
 def fedprox(local: LocalRound) -> Optimizer:
     """The gradient of mu/2 |x - x^r|^2, mu (x - x^r), joins the loss's, after any clipping of that."""
-    optimizer = chosen(local)
+    optimizer = chosen_optimizer(local)
     start = local.received(wire.MODEL)
 
     def add_proximal_gradient(*_: object) -> None:
@@ -87,16 +87,17 @@ def fedprox(local: LocalRound) -> Optimizer:
 
 
 def scaffold(local: LocalRound) -> Optimizer:
-    """Each step is followed by x <- x - eta (c - c_i): with plain SGD the same as a gradient g + c - c_i."""
-    optimizer = chosen(local)
+    """Each step is followed by x <- x - eta (c - c_i): with plain SGD the same as a gradient g + c - c_i.
+
+    Also for parameters without a gradient, whose g is 0: else their c_i, which takes x's way for granted, would drift.
+    """
+    optimizer = chosen_optimizer(local)
     c, c_i = local.received(wire.CONTROL), local.kept[wire.CONTROL]
     shift = torch._foreach_sub(c, c_i)
 
     @torch.no_grad()
     def correct(*_: object) -> None:
-        for p, s in zip(local.parameters, shift, strict=True):
-            if p.grad is not None:
-                p.sub_(s, alpha=local.lr)
+        torch._foreach_sub_(local.parameters, shift, alpha=local.lr)
 
     optimizer.register_step_post_hook(correct)
     return optimizer
@@ -195,10 +196,10 @@ def edge_of_stability(settings: LocalSettings) -> str | None:
     return stability_note(settings.rho, settings.tau, alpha)
 
 
-ACT = (*ADAM, "rho", "tau", "alpha", "gamma", "scope")  # settings
+ACT_SETTINGS = (*ADAM_SETTINGS, "rho", "tau", "alpha", "gamma", "scope")
 
 CLIENT_METHODS: dict[str, ClientMethod] = {
-    "fedavg": ClientMethod("SGD or local_optimizer", chosen, local_optimizer="sgd"),
+    "fedavg": ClientMethod("SGD or local_optimizer", chosen_optimizer, local_optimizer="sgd"),
     "fedprox": ClientMethod(
         "SGD or local_optimizer, + mu/2 |x - x^r|^2 in the loss", fedprox, settings=("mu",), local_optimizer="sgd"
     ),
@@ -209,23 +210,27 @@ CLIENT_METHODS: dict[str, ClientMethod] = {
         keeps=(wire.CONTROL,),
         finish=finish_scaffold,
     ),
-    "fedadam": ClientMethod("SGD or local_optimizer", chosen, local_optimizer="sgd"),
-    "local_adam": ClientMethod("Adam (coupled decay) from a fresh state", adam, "adam", ADAM),
-    "local_adamw": ClientMethod("AdamW from a fresh state", adamw, "adamw", ADAM),
+    "fedadam": ClientMethod("SGD or local_optimizer", chosen_optimizer, local_optimizer="sgd"),
+    "local_adam": ClientMethod("Adam (coupled decay) from a fresh state", adam, "adam", ADAM_SETTINGS),
+    "local_adamw": ClientMethod("AdamW from a fresh state", adamw, "adamw", ADAM_SETTINGS),
     "fedlada": ClientMethod(
-        "amended AMSGrad from v_bar", fedlada, "adam", (*ADAM, "rho"), finish=return_second_moments
+        "amended AMSGrad from v_bar", fedlada, "adam", (*ADAM_SETTINGS, "rho"), finish=return_second_moments
     ),
     "fadamgc": ClientMethod(
-        "AdamW on g + y - y_i", fadamgc, "adamw", ADAM, keeps=(wire.CONTROL,), finish=finish_fadamgc
+        "AdamW on g + y - y_i", fadamgc, "adamw", ADAM_SETTINGS, keeps=(wire.CONTROL,), finish=finish_fadamgc
     ),
-    "fedadamw": ClientMethod("ACT-AdamW with phi = 1", fedadamw, "adamw", (*ADAM, "rho"), finish=return_second_moments),
+    "fedadamw": ClientMethod(
+        "ACT-AdamW with phi = 1", fedadamw, "adamw", (*ADAM_SETTINGS, "rho"), finish=return_second_moments
+    ),
     "fedact_local": ClientMethod(
         "ACT-AdamW, scored with u_loc",
         fedact_local,
         "adamw",
-        ACT,
+        ACT_SETTINGS,
         finish=return_second_moments,
         note=edge_of_stability,
     ),
-    "fedact": ClientMethod("ACT-AdamW", fedact, "adamw", ACT, finish=return_second_moments, note=edge_of_stability),
+    "fedact": ClientMethod(
+        "ACT-AdamW", fedact, "adamw", ACT_SETTINGS, finish=return_second_moments, note=edge_of_stability
+    ),
 }

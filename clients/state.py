@@ -9,6 +9,7 @@ reply that is lost or refused, a process that ends and a round that is repeated 
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 from safetensors import SafetensorError
@@ -61,9 +62,10 @@ class ClientState:
         }
 
     def save(self, server_round: int, state: Named, folded: int) -> None:
-        """Write the state after ``server_round`` atomically, and remove all others but that of ``folded``.
+        """Write the state after ``server_round`` atomically, and remove the earlier ones but that of ``folded``.
 
-        Earlier ones are never asked for again, and later ones belong to replies that were not folded.
+        They are never asked for again. Later ones stay: this may be a client that the server no longer waits for.
+        Raises OSError where the folder can't be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         flat = {
@@ -72,16 +74,19 @@ class ClientState:
             for name, t in named.items()
         }
         path = self._path(server_round)
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            file.write(save(flat))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with NamedTemporaryFile(dir=self._folder, prefix=".", delete=False) as file:
+            try:
+                file.write(save(flat))
+                file.flush()
+                os.fsync(file.fileno())
+                Path(file.name).replace(path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
         _sync_folder(self._folder)
-        for other in self._folder.glob("round-*"):
-            if other not in (path, self._path(folded)):
-                other.unlink()
+        for other in self._folder.glob("round-*.safetensors"):
+            if int(other.stem.removeprefix("round-")) < server_round and other != self._path(folded):
+                other.unlink(missing_ok=True)
 
     def _needs(self, path: Path, server_round: int) -> str:
         return f"partition {self.partition} can't go on without what it kept in round {server_round}, {path}"

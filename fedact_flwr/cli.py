@@ -124,6 +124,7 @@ def methods() -> None:
         console.print(grid)
     console.print("\nlocal_optimizer, its family and settings:")
     grid = Table.grid(padding=(0, 2))
+    values = dump(parse(defaults))
     for name, optimizer in LOCAL_OPTIMIZERS.items():
         grid.add_row(f"  {name}", optimizer.family, _values(values, optimizer.settings))
     console.print(grid)

@@ -12,6 +12,7 @@ from flwr.clientapp import ClientApp
 
 from clients.client import FedClient
 from clients.device import prepare_device
+from clients.methods import CLIENT_METHODS
 from clients.optimizers import StabilityWarning
 from clients.training import num_examples, take
 from fedact_flwr.settings import Settings, parse
@@ -28,10 +29,10 @@ app = ClientApp()
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    client = _client(message, context)
-    config = _config(message)
-    folder = _state_folder(context, str(config[wire.STATE_FOLDER]))
-    returned, _, metrics = client.fit(_named_arrays(message), {**config, wire.STATE_FOLDER: str(folder)})
+    client, config = _client(message, context), dict(_config(message))
+    if CLIENT_METHODS[client.settings.method].keeps:
+        config[wire.STATE_FOLDER] = str(_state_folder(context, str(config[wire.STATE_FOLDER])))
+    returned, _, metrics = client.fit(_named_arrays(message), config)
     records = {name: wire.to_record(vectors) for name, vectors in returned.items()}
     return Message(RecordDict({**records, wire.METRICS: MetricRecord(dict(metrics))}), reply_to=message)
 
@@ -92,15 +93,23 @@ def _client(message: Message, context: Context) -> FedClient:
 
 
 def _state_folder(context: Context, name: str) -> Path:
-    """Where this run's clients on this node keep their state: ``name`` under the node's root.
+    """Where this run's clients on this node keep their state: ``name``, which the server chose, under the node's root.
 
-    The root is the node config's ``client-state``, else the folder of run records, so that in a simulation the state
-    lies in the run's own record. The server can name no place outside it.
+    The root is the node config's ``client-state``, else the run's ``output``, so that in a simulation the state lies
+    in the run's own record. Raises ValueError where that is no folder to write to or ``name`` leads out of it.
     """
-    root = Path(str(context.node_config.get("client-state", context.run_config["output"]))).expanduser().resolve()
-    folder = (root / name).resolve()
-    if root not in folder.parents:
-        raise ValueError(f"state_folder = {name!r}: not inside {root}")
+    root = context.node_config.get("client-state", context.run_config["output"])
+    try:
+        path = Path(str(root)).expanduser().resolve()
+        folder = (path / name).resolve()
+        if path not in folder.parents:
+            raise ValueError(f"state_folder = {name!r}: not inside {path}")
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # expanduser raises RuntimeError for a user that there is not
+        raise ValueError(
+            f"client-state = {str(root)!r}: clients can't keep their state there ({error}); start the node with "
+            f"--node-config \"client-state='FOLDER'\""
+        ) from error
     return folder
 
 

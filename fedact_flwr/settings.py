@@ -82,16 +82,26 @@ def parse(config: Mapping[str, Any]) -> Settings:
             near = difflib.get_close_matches(key, fields, 1, cutoff=0.7)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise SettingsError(f"{key} = {value!r}: no such setting{hint}; allowed are those in pyproject.toml")
-    for key, registry in (("task", TASKS), ("method", STRATEGIES)):
+    for key, registry in (
+        ("task", list(TASKS)),
+        ("method", list(STRATEGIES)),
+        ("local_optimizer", [AUTO, *LOCAL_OPTIMIZERS]),
+    ):
         if not isinstance(config[key], str) or config[key] not in registry:
             near = difflib.get_close_matches(str(config[key]), registry, 1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise SettingsError(f"{key} = {config[key]!r}: allowed is one of {', '.join(registry)}{hint}")
 
     resolved = dict(config)
-    for key, value in _defaults(config["task"], config["method"], str(config["local_optimizer"])).items():
+    for key, value in _defaults(config["task"], config["method"], config["local_optimizer"]).items():
         if resolved[key] == AUTO:
             resolved[key] = value
+    for key in ("lr", "weight_decay"):
+        if resolved[key] == AUTO:
+            raise SettingsError(
+                f"{key} = {AUTO!r}: task {config['task']!r} has no value for method {config['method']!r} or its "
+                f"family; allowed is a number"
+            )
     for key in ("alpha", "gamma", "client_gpus"):
         if resolved[key] == AUTO:
             resolved[key] = None
@@ -135,7 +145,7 @@ def check_method_settings(settings: Settings) -> None:
     config, untouched = dump(settings), dump(parse(defaults | {"task": settings.task, "method": settings.method}))
     for key in sorted(anybodys - set(own)):
         if config[key] != untouched[key]:
-            near = difflib.get_close_matches(key, own, 1, cutoff=0.4)
+            near = [name for name in own if name in key or key in name]
             hint = f" (did you mean {near[0]}?)" if near else ""
             who = settings.method
             if "local_optimizer" in own:

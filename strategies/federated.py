@@ -21,7 +21,7 @@ from strategies.reply import BadReply, Reply, read_metrics, read_reply
 from strategies.seeds import derive_seed
 from strategies.wire import Vectors
 
-WHOLE_STATE = ("model", "state", "steps_done", "folded", "state_folder")  # attributes of a strategy
+WHOLE_STATE = ("model", "state", "steps_done", "folded", "failed_in_a_row", "state_folder")  # attributes of a strategy
 T = TypeVar("T")
 Diagnose = Callable[[Sequence[Vectors]], Mapping[str, float]]
 
@@ -94,6 +94,8 @@ class FederatedStrategy(Strategy):
         t, the optimizer steps behind ``state``; a whole number while all clients do the same number of steps.
     folded : dict of int to int
         The last round whose reply was folded, by partition: the round whose state the client goes on from.
+    failed_in_a_row : int
+        Rounds since the last good one.
     round_metrics : dict of str to float
         The metrics of the current round.
     """
@@ -122,13 +124,13 @@ class FederatedStrategy(Strategy):
         self.state: dict[str, Vectors] = {}
         self.steps_done = 0.0
         self.folded: dict[int, int] = {}
+        self.failed_in_a_row = 0
         self.round_metrics: dict[str, float] = {}
         self._hosts = Hosts(settings.clients, settings.node_timeout)
         self._asked: list[tuple[Message, int]] = []  # this round's messages and their partitions
         self._arrays: ArrayRecord | None = None  # the record that `model` was read from or written to
         self._num_asked = 0
         self._last_failure = "no node answered"
-        self._failed_in_a_row = 0
 
     # ---- the method's half
 
@@ -176,7 +178,7 @@ class FederatedStrategy(Strategy):
         if len(good) < self.settings.min_replies:
             self._count_failed_round(server_round, len(good))
             return None, MetricRecord(dict(self.round_metrics))
-        self._failed_in_a_row = 0
+        self.failed_in_a_row = 0
 
         weights = self._weights([reply.num_examples for reply in good])
         # what clients report never overwrites what the server knows
@@ -317,12 +319,12 @@ class FederatedStrategy(Strategy):
         self.round_metrics[metric] = self.round_metrics.get(metric, 0) + arrays
 
     def _count_failed_round(self, server_round: int, replies: int) -> None:
-        self._failed_in_a_row += 1
+        self.failed_in_a_row += 1
         reason = f"round {server_round}: {replies} good replies, min_replies = {self.settings.min_replies}"
         log(ERROR, "%s; the model stays as it is", reason)
-        if self._failed_in_a_row >= min(self.settings.max_failed_rounds, self.settings.rounds):
+        if self.failed_in_a_row >= min(self.settings.max_failed_rounds, self.settings.rounds):
             raise RunFailed(
-                f"{reason}; {self._failed_in_a_row} failed rounds in a row, "
+                f"{reason}; {self.failed_in_a_row} failed rounds in a row, "
                 f"max_failed_rounds = {self.settings.max_failed_rounds}; the last failure: {self._last_failure}"
             )
 

@@ -34,7 +34,7 @@ class Scaffold(FederatedStrategy):
 class FAdamGC(Scaffold):
     """Gradient tracking inside AdamW: the correction enters both moments, not the step after them::
 
-    client  g^ = g + y - y_i in the place of g, see `clients.fadamgc.TrackingAdamW`
+    client  AdamW on g + y - y_i in the place of g (`clients.fadamgc.TrackingAdamW`)
             y_i <- the mean of the K_i gradients g
     server  x and y as Scaffold's x and c
     """

@@ -3,16 +3,17 @@
 from torch import nn
 
 SEPARATE = ("q_proj", "k_proj", "v_proj", "query", "key", "value")  # one matrix for each
-JOINT = ("qkv", "c_attn")  # one matrix with query, key and value below each other
+JOINT = ("qkv",)  # one matrix with query, key and value below each other
 
 
 def parameter_blocks(model: nn.Module) -> dict[str, int]:
     """How many blocks a parameter has, for those that have more than one: n equal runs of its rows.
 
-    In attention modules of PyTorch, torchvision, timm and Transformers the rows of the query, key and value
-    projections are split by head. Every other parameter (attention output, each matrix of an MLP, embedding, head, a
-    convolution, a norm, a bias) is one block. The division follows the Hessian's, after Zhang et al. 2024,
-    "Adam-mini", arXiv:2406.16793, as FedAdamW does (Liu et al. 2025, arXiv:2510.27486).
+    The rows of the query, key and value projections are split by head in attention modules of PyTorch
+    (`nn.MultiheadAttention`), torchvision and timm (``qkv``), and Transformers' ViT, BERT, Llama and the like. Every
+    other parameter (attention output, each matrix of an MLP, embedding, head, a convolution, a norm, a bias) is one
+    block. The division follows the Hessian's, after Zhang et al. 2024, "Adam-mini", arXiv:2406.16793, as FedAdamW does
+    (Liu et al. 2025, arXiv:2510.27486).
     """
     blocks = {}
     for prefix, module in model.named_modules():
@@ -36,7 +37,7 @@ def _head_count(attention: nn.Module, projection: str, rows: int) -> int:
     """How many heads the rows of a projection have, from what attention modules say of themselves."""
     for key in ("head_dim", "attention_head_size"):
         if isinstance(size := getattr(attention, key, None), int):
-            return rows // size
+            return rows // size if rows % size == 0 else 1
     for key in ("num_heads", "num_attention_heads"):
         if isinstance(heads := getattr(attention, key, None), int):
             return heads * (3 if projection in JOINT else 1)

@@ -49,8 +49,12 @@ CASES: dict[str, dict[str, Any]] = {name: {"method": name} for name in STRATEGIE
 }
 every_case = pytest.mark.parametrize("case", CASES)
 
-LR, BETAS, EPS, DECAY = 0.05, (0.7, 0.9), 1e-3, 0.2
-UNUSUAL = {"momentum": 0.6, "beta1": 0.7, "beta2": 0.9, "eps": EPS, "weight_decay": DECAY, "mu": 0.4, "rho": 0.3}
+LR, BETAS, EPS, DECAY = 0.04, (0.7, 0.9), 1e-3, 0.2  # the LR of a message, which is not the one in the settings
+PHI: dict[str, Any] = {"tau": 0.3, "alpha": 1.7, "gamma": 0.2}
+UNUSUAL = {
+    "momentum": 0.6, "beta1": 0.7, "beta2": 0.9, "eps": EPS, "weight_decay": DECAY, "mu": 0.4, "rho": 0.3,
+    "scope": "tensor", **PHI,
+}  # fmt: skip
 SIZES = (1, 7, 40)  # examples of three clients
 
 
@@ -271,16 +275,16 @@ REFERENCE: dict[str, Callable[..., Optimizer]] = {
     "fedlada": lambda x, g, k: AmendedAMSGrad(x, LR, BETAS, EPS, DECAY, 0.3, g["correction"], g["second_moment"]),
     "fadamgc": lambda x, g, k: tracked(x, adamw(x), g["control"], k["control"]),
     "fedadamw": lambda x, g, k: act(x, g, tau=1),
-    "fedact_local": lambda x, g, k: act(x, g, score="local"),
-    "fedact": lambda x, g, k: act(x, g),
-    "fedavg+mgup": lambda x, g, k: ActAdamW(x, LR, BETAS, EPS, DECAY, rho=0, scope="tensor"),
+    "fedact_local": lambda x, g, k: act(x, g, score="local", scope="tensor", **PHI),
+    "fedact": lambda x, g, k: act(x, g, scope="tensor", **PHI),
+    "fedavg+mgup": lambda x, g, k: ActAdamW(x, LR, BETAS, EPS, DECAY, rho=0, scope="tensor", **PHI),
     "fedavg+cautious": lambda x, g, k: CautiousAdamW(x, LR, BETAS, EPS, DECAY),
     "fedprox+adamw": lambda x, g, k: proximal(x, adamw(x)),
     "scaffold+adamw": lambda x, g, k: controlled(x, adamw(x), g["control"], k["control"]),
     "fedadam+adamw": lambda x, g, k: adamw(x),
     "fedadamw+tensor": lambda x, g, k: act(x, g, tau=1),
     "fedadamw+block": lambda x, g, k: act(x, g, tau=1),
-    "fedact+block": lambda x, g, k: act(x, g),
+    "fedact+block": lambda x, g, k: act(x, g, scope="tensor", **PHI),
 }
 
 
@@ -611,6 +615,26 @@ def test_the_scaffold_term_enters_the_step(settings_of: MakeSettings, tmp_path: 
     gradient = {name: -a / LR for name, a in fit_with(settings, tmp_path)[wire.DELTA].items()}
     doubled = fit_with(settings, tmp_path, control=gradient)
     same(doubled, {wire.DELTA: {name: -2 * LR * g for name, g in gradient.items()}}, rtol=1e-5, atol=1e-7)
+
+
+def test_the_control_variate_of_an_unused_parameter_stays(settings_of: MakeSettings, tmp_path: Path) -> None:
+    """Its gradient is 0, so c_i has nothing to learn from it, whatever c is."""
+
+    class Unused(ToyModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Parameter(torch.ones(2))
+
+    for case in ("scaffold", "scaffold+adamw", "fadamgc"):
+        settings = settings_of(case, weight_decay=0.0)
+        client = FedClient(Toy(), Unused(), Toy().examples(0, 30), Toy().test_examples(), settings)
+        model = {name: t.detach().numpy().copy() for name, t in exchanged_state(client.model).items()}
+        control = {name: np.full_like(a, 0.5) for name, a in model.items()}
+        config = {wire.PARTITION: 0, wire.SEED: 1, wire.LR: 0.1, wire.STEPS_DONE: 0.0}
+        for server_round in (1, 2, 3):
+            place = {wire.ROUND: server_round, wire.FOLDED: server_round - 1, wire.STATE_FOLDER: str(tmp_path / case)}
+            returned, _, _ = client.fit({wire.MODEL: model, wire.CONTROL: control}, {**config, **place})
+            np.testing.assert_allclose(returned[wire.CONTROL]["unused"], 0, atol=1e-5)
 
 
 @pytest.mark.parametrize("local_epochs", [0, 2])

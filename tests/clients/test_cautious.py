@@ -55,6 +55,17 @@ def test_a_gradient_of_zero_is_no_agreement() -> None:
     assert p.tolist()[1] < before[1] - 1.5  # one of two agrees: twice AdamW's step
 
 
+def test_the_share_is_the_tensors_own() -> None:
+    """One of five agrees: it takes five times AdamW's step."""
+    p = nn.Parameter(torch.zeros(5))
+    optimizer = CautiousAdamW([p], 1.0, (0.9, 0.0), 0.0, 0.0)
+    p.grad = torch.ones(5)
+    optimizer.step()
+    p.grad = torch.tensor([1.0, -0.5, -0.5, -0.5, -0.5])
+    optimizer.step()
+    assert p.tolist() == pytest.approx([-1 - 5, -1, -1, -1, -1])
+
+
 def test_without_any_agreement_nothing_moves_and_decay_stays() -> None:
     p = nn.Parameter(torch.tensor([2.0]))
     optimizer = CautiousAdamW([p], 0.1, (0.9, 0.9), 1e-8, 0.5)

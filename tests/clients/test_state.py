@@ -37,6 +37,13 @@ def test_it_belongs_to_the_partition_and_the_round(tmp_path: Path) -> None:
     assert ClientState(tmp_path, 4).load(1, LIKE)["control"][0].tolist() == [5, 10, 15]
 
 
+def test_a_late_client_removes_nothing_newer(tmp_path: Path) -> None:
+    """Round 1's client ends after round 2's: the server gave it up, and counts on round 2."""
+    ClientState(tmp_path, 0).save(2, named(2.0), folded=0)
+    ClientState(tmp_path, 0).save(1, named(1.0), folded=0)
+    assert ClientState(tmp_path, 0).load(2, LIKE)["control"][0].tolist() == [2, 4, 6]
+
+
 def test_only_the_folded_and_the_newest_round_stay(tmp_path: Path) -> None:
     """Rounds 2 and 3 were not folded: the client starts from round 1 each time, and their files go."""
     state = ClientState(tmp_path, 0)
@@ -64,6 +71,7 @@ def test_a_crash_while_writing_leaves_the_round_before(
     monkeypatch.setattr(f"clients.state.{failing}", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
     with pytest.raises(OSError, match="no space left"):
         state.save(2, named(2.0), folded=1)
+    assert [p.name for p in (tmp_path / "0").iterdir()] == ["round-1.safetensors"]
     assert state.load(1, LIKE)["control"][0].tolist() == [1, 2, 3]
     with pytest.raises(LostState, match="round 2"):
         state.load(2, LIKE)

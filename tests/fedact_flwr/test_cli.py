@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedact_flwr.cli import app
+from fedact_flwr.settings import method_settings
 from strategies import STRATEGIES
 from tasks import TASKS
 
@@ -57,6 +58,9 @@ def test_the_edge_of_stability_is_said_once(tmp_path: Path) -> None:
         ("method=sgd", "error: method = 'sgd': allowed is one of fedavg"),
         ("clients_per_round=11", "error: clients_per_round = 11: allowed is 1 to 10"),
         ("min_samples=500", "error: min_samples = 500: "),
+        ("mu=0.5", "error: mu = 0.5: fedact has no such setting; allowed is the default, 0.01"),
+        ("local_optimizer=adamww", "error: local_optimizer = 'adamww': allowed is one of auto, sgd, adam, adamw, "),
+        ("local_optimizer=5", "error: local_optimizer = 5: allowed is one of auto, sgd"),
         ("nonsense", "error: --set nonsense: expected key=value"),
         ("output=/proc/nowhere", "error: output = '/proc/nowhere': "),
         ("output=~nobody-of-that-name/x", "error: output = '~nobody-of-that-name/x': "),
@@ -127,7 +131,12 @@ def test_ctrl_c_ends_the_run_cleanly(tmp_path: Path) -> None:
 def test_methods_and_tasks_are_listed() -> None:
     code, output = fedact("methods")
     assert code == 0
-    assert all(name in output for name in STRATEGIES)
+    parts = output.split("\n  clients")
+    assert len(parts) == 1 + len(STRATEGIES)
+    for name, head, part in zip(STRATEGIES, parts, parts[1:], strict=False):
+        assert head.splitlines()[-1].startswith(f"{name}  ")
+        for key in ("server_lr", *method_settings(name)):
+            assert f"{key}=" in part.split("settings")[1].splitlines()[0]
     assert "correction" in output
     assert "model, correction, second_moment: 12 bytes per parameter, 8 with tensor or block means" in output
     assert "mu=0.01" in output

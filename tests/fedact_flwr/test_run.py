@@ -105,6 +105,20 @@ def test_clients_keep_their_state_in_the_record_and_nodes_where_they_are_told(
     assert ours == theirs
 
 
+@pytest.mark.parametrize(("second_moment", "numbers"), [("tensor", 1), ("block", 12)])
+def test_blocks_of_the_model_reach_the_wire(second_moment: str, numbers: int, make_settings: MakeSettings) -> None:
+    """Of the ViT's 32 tensors, the four in_proj have 12 blocks each: query, key and value of four heads."""
+    (line,) = rounds_of(run(make_settings(**(SMALL | {"rounds": 1}), second_moment=second_moment)))
+    floats = 39_610 + 28 + 4 * numbers  # the delta, and the means
+    assert line["bytes_received"] == 3 * (4 * floats + 128 * 2 * 32)
+
+
+def test_settings_of_other_methods_are_refused_before_the_start(make_settings: MakeSettings) -> None:
+    with pytest.raises(SettingsError, match=r"mu = 0\.5: fedact has no such setting"):
+        server_app.run(make_settings(mu=0.5), InProcessGrid(client_app, 1, {}))
+    assert not list(Path(make_settings().output).parent.glob("runs/*"))
+
+
 def test_a_server_can_name_no_place_outside_a_clients_root(make_settings: MakeSettings) -> None:
     context = next(iter(InProcessGrid(client_app, 1, dump(make_settings()))._contexts.values()))
     root = Path(make_settings().output)
@@ -112,6 +126,10 @@ def test_a_server_can_name_no_place_outside_a_clients_root(make_settings: MakeSe
     for name in ("/etc", "../elsewhere", "run/../../x", "", "."):
         with pytest.raises(ValueError, match="not inside"):
             _state_folder(context, name)
+    for place in ("/proc/nowhere", "~nobody-of-that-name/x"):
+        context.node_config["client-state"] = place
+        with pytest.raises(ValueError, match=f"client-state = '{place}': clients can't keep their state there"):
+            _state_folder(context, "run/clients-1")
 
 
 def test_a_client_whose_state_is_lost_is_named_and_left_out(
@@ -144,6 +162,7 @@ def test_clients_evaluate_on_what_they_hold_out(make_settings: MakeSettings) -> 
     assert all(0 <= line["client_accuracy"] <= 1 for line in rounds)
     everything = rounds_of(run(make_settings(**(SMALL | {"name": "all"}))))
     for part, whole in zip(rounds, everything, strict=True):
+        assert part["bytes_sent"] > whole["bytes_sent"]  # the model once more, for evaluation
         held = part["client_num_examples"]
         assert held > 0
         assert part["num_examples"] < whole["num_examples"]

@@ -100,7 +100,17 @@ def test_the_local_optimizer_decides_which_settings_a_method_has() -> None:
         check_method_settings(parse(DEFAULTS | {"method": "local_adamw", "second_moment": "block"}))
 
 
+def test_a_task_without_a_value_for_the_family_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Digits, "defaults", {"adamw": {"lr": 1e-3, "weight_decay": 0.01}})
+    with pytest.raises(SettingsError, match=r"lr = 'auto': task 'digits' has no value for method 'local_adam' or its"):
+        parse(DEFAULTS | {"method": "local_adam"})
+
+
 def test_a_near_name_is_suggested() -> None:
+    with pytest.raises(SettingsError, match=r"local_optimizer = 'adam_w': .*\(did you mean adamw\?\)"):
+        parse(DEFAULTS | {"method": "fedavg", "local_optimizer": "adam_w"})
+    with pytest.raises(SettingsError, match=r"momentum = 0\.5: fedact has no such setting; allowed"):
+        check_method_settings(parse(DEFAULTS | {"momentum": 0.5}))
     with pytest.raises(SettingsError, match=r"method = 'scafold': .*\(did you mean scaffold\?\)"):
         parse(DEFAULTS | {"method": "scafold"})
 

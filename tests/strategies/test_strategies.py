@@ -209,18 +209,34 @@ def with_control(partition: int) -> RecordDict:
 
 
 def test_the_control_variate_is_a_mean_over_all_clients(make_settings: MakeSettings) -> None:
-    """Two of four clients, 0 and 1, change their c_i by (4, -8, 12) and twice that: c moves by a quarter of the sum."""
+    """Two of four clients are asked; their c_i change by (4, -8, 12) times 1 + partition: c moves by a quarter."""
     settings = make_settings(
-        method="scaffold", clients=4, clients_per_round=4, min_replies=2, weighting="examples", server_lr=0.5, seed=1
+        method="scaffold", clients=4, clients_per_round=2, weighting="examples", server_lr=0.5, seed=4
     )
     strategy = STRATEGIES["scaffold"](settings)
-    grid, seen = grid_of(lambda p: with_control(p) if p < 2 else RecordDict(), nodes=4, clients=4)
+    grid, seen = grid_of(with_control, nodes=4, clients=4)
     arrays, _ = one_round(strategy, grid)
+    assert [m.content[wire.CONFIG][wire.PARTITION] for m in seen] == [0, 1]
     assert strategy.state[wire.CONTROL]["w"].tolist() == [3, -6, 9]
     # weights 1/4 and 3/4 and server_lr for x alone: mean delta (-3.5, 1.5, 1)
     assert wire.from_record(arrays)["w"].tolist() == [-0.75, 2.75, 3.5]
     one_round(strategy, grid, 2, arrays)
     assert wire.from_record(seen[-1].content[wire.CONTROL])["w"].tolist() == [3, -6, 9]
+
+
+def test_a_failed_round_is_no_round_to_go_on_from(two_clients: MakeSettings) -> None:
+    """One good reply of two that are needed: it is not folded, so its client starts from where it was."""
+    strategy = STRATEGIES["scaffold"](two_clients(method="scaffold", min_replies=2))
+
+    def respond(partition: int) -> RecordDict:
+        content = with_control(partition)
+        if partition == 1:
+            content[wire.METRICS][wire.NUM_STEPS] = 0
+        return content
+
+    one_round(strategy, grid_of(respond)[0])
+    assert strategy.folded == {}
+    assert strategy.failed_in_a_row == 1
 
 
 def test_clients_go_on_from_the_round_that_was_folded(two_clients: MakeSettings) -> None:

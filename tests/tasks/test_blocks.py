@@ -59,5 +59,12 @@ def test_joint_projections() -> None:
     assert parameter_blocks(nn.Sequential(nn.Conv2d(1, 8, 2), Window())) == {"1.qkv.weight": 6, "1.qkv.bias": 6}
 
 
+def test_gpt_2_keeps_its_blocks_whole() -> None:
+    """Its joint projection has inputs for rows, so rows are no heads."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    assert parameter_blocks(GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=24, n_layer=1, n_head=3))) == {}
+
+
 def test_a_cnn_has_one_block_for_each_convolution() -> None:
     assert parameter_blocks(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 2))) == {}
