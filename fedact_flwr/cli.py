@@ -144,10 +144,10 @@ def _values(values: Mapping[str, object], keys: tuple[str, ...]) -> str:
 @app.command()
 def tasks() -> None:
     """List the tasks."""
-    table = Table("task", "what it is", "target", 'what "auto" stands for, by family or method')
+    table = Table("task", "what it is", "target", "models", 'what "auto" stands for, by family or method')
     for name, task in TASKS.items():
         values = (f"{who}: " + " ".join(f"{k}={v:g}" for k, v in task.defaults[who].items()) for who in task.defaults)
-        table.add_row(name, task.summary, task.target, "\n".join(values))
+        table.add_row(name, task.summary, task.target, "\n".join(task.models), "\n".join(values))
     Console().print(table)
 
 

@@ -60,7 +60,7 @@ class _Workplace:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.task = TASKS[settings.task]
+        self.task = TASKS[settings.task].configured(settings)
         self.parts = split_indices(settings, self.task.train_labels(), derive_seed(settings.seed, "split"))
         self.model = self.task.make_model(seed=0)  # overwritten by each message
         self.clients: dict[int, FedClient] = {}

@@ -20,6 +20,7 @@ from strategies.seeds import derive_seed
 from strategies.wire import Vectors
 from tasks import TASKS
 from tasks.blocks import parameter_blocks
+from tasks.images import BadData
 from tasks.split import ImpossibleSplit, label_histograms, split_indices
 
 app = ServerApp()
@@ -36,7 +37,7 @@ def run(settings: Settings, grid: Grid) -> None:
     Raises `SettingsError` before anything starts, `strategies.RunFailed` where the run can't go on.
     """
     check(settings)
-    task = TASKS[settings.task]
+    task = TASKS[settings.task].configured(settings)
     device = prepare_device(settings.device, settings.threads)
     if note := CLIENT_METHODS[settings.method].note(settings):
         log(WARNING, note)
@@ -91,11 +92,19 @@ def check(settings: Settings) -> None:
     check_method_settings(settings)
     if settings.tensorboard and find_spec("tensorboard") is None:
         raise SettingsError("tensorboard = true: the package tensorboard is not installed; allowed is false")
+    if missing := [package for package in TASKS[settings.task].requires if find_spec(package) is None]:
+        raise SettingsError(
+            f"task = {settings.task!r}: it needs packages that are not installed, {', '.join(missing)}; "
+            f"see the optional dependencies in pyproject.toml"
+        )
     try:
         prepare_device(settings.device, settings.threads)
-        split_indices(settings, TASKS[settings.task].train_labels(), derive_seed(settings.seed, "split"))
+        labels = TASKS[settings.task].configured(settings).train_labels()
+        split_indices(settings, labels, derive_seed(settings.seed, "split"))
     except (UnavailableDevice, ImpossibleSplit) as error:
         raise SettingsError(str(error)) from None
+    except BadData as error:
+        raise SettingsError(f"data = {settings.data!r}: {error}") from None
 
 
 def _consistency(deltas: Sequence[Vectors]) -> Mapping[str, float]:

@@ -13,7 +13,7 @@ from clients.local_optimizers import LOCAL_OPTIMIZERS
 from clients.methods import CLIENT_METHODS
 from clients.settings import LocalSettings
 from strategies import STRATEGIES, ServerSettings
-from tasks import TASKS
+from tasks import TASKS, TaskSettings
 from tasks.split import SplitSettings
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -25,7 +25,7 @@ class SettingsError(ValueError):
     """A setting that can't be: one line with the key, its value and what is allowed."""
 
 
-class Settings(ServerSettings, LocalSettings, SplitSettings):
+class Settings(ServerSettings, LocalSettings, SplitSettings, TaskSettings):
     """Every setting, flat: the sections that the server, the clients and the split read, and the run's own.
 
     pyproject.toml holds the defaults and explains each setting.
@@ -118,7 +118,12 @@ def parse(config: Mapping[str, Any]) -> Settings:
 def _defaults(task: str, method: str, local_optimizer: str) -> dict[str, Any]:
     """What "auto" stands for: the task's values for the method before those for its family, before anybody's."""
     client = CLIENT_METHODS[method]
-    anybody: dict[str, Any] = {"server_lr": STRATEGIES[method].default_server_lr, "beta1": 0.9, "beta2": 0.999}
+    anybody: dict[str, Any] = {
+        "model": TASKS[task].models[0],
+        "server_lr": STRATEGIES[method].default_server_lr,
+        "beta1": 0.9,
+        "beta2": 0.999,
+    }
     if client.local_optimizer:
         anybody["local_optimizer"] = client.local_optimizer
     for_family, for_method = (
@@ -158,6 +163,10 @@ def check_method_settings(settings: Settings) -> None:
 
 def _check_together(s: Settings) -> None:
     """What one setting allows given another."""
+    if s.model not in TASKS[s.task].models:
+        raise SettingsError(
+            f"model = {s.model!r}: allowed with task = {s.task!r} is one of {', '.join(TASKS[s.task].models)}"
+        )
     if s.clients_per_round > s.clients:
         raise SettingsError(
             f"clients_per_round = {s.clients_per_round}: allowed is 1 to {s.clients}, the number of clients"

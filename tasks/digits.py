@@ -1,6 +1,6 @@
 """Handwritten digits, 8 x 8 grey, 10 classes: the 1,797 real images that come with scikit-learn."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tasks.classification import cross_entropy, loss_and_accuracy
-from tasks.task import Defaults, Examples
+from tasks.task import Defaults, Examples, TaskSettings
 from tasks.vit import ViT
 
 TEST_SHARE = 0.2
@@ -22,6 +22,8 @@ class Digits:
 
     summary = "scikit-learn's handwritten digits, 8x8 grey, 10 classes; ViT of 2 blocks, width 48"
     target = "accuracy"
+    requires: Sequence[str] = ()
+    models: Sequence[str] = ("vit",)
     defaults: Mapping[str, Defaults] = {
         "adamw": {"lr": 3e-3, "weight_decay": 0.01},
         "adam": {"lr": 3e-3, "weight_decay": 0.001},
@@ -38,6 +40,9 @@ class Digits:
         parts = train_test_split(images, labels, test_size=TEST_SHARE, stratify=labels, random_state=0)
         train_images, test_images, train_labels, test_labels = parts
         return {"train": (train_images, train_labels), "test": (test_images, test_labels)}
+
+    def configured(self, settings: TaskSettings) -> "Digits":
+        return self
 
     def train_labels(self) -> NDArray:
         return self._data["train"][1]

@@ -21,7 +21,7 @@ class SplitSettings(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     clients: PositiveInt
-    split: Literal["dirichlet", "iid", "by_class"]
+    split: Literal["dirichlet", "dirichlet_priors", "iid", "by_class"]
     dirichlet_alpha: PositiveFloat
     classes_per_client: PositiveInt
     min_samples: PositiveInt
@@ -33,6 +33,8 @@ def split_indices(settings: SplitSettings, labels: NDArray, seed: int) -> list[N
     * "dirichlet": each class is divided among the clients in proportions drawn from a symmetric Dirichlet of
       concentration ``dirichlet_alpha`` (Yurochkin et al. 2019, arXiv:1905.12022); sizes differ. The draw is
       repeated until every client has ``min_samples``.
+    * "dirichlet_priors": each client draws its own class proportions from that distribution, and then examples by
+      them (Hsu et al. 2019, arXiv:1909.06335); sizes are equal. Where a class has run out, the others take its share.
     * "iid": equal sizes, at random.
     * "by_class": client i gets the ``classes_per_client`` classes from class i on, counted round, and an equal
       share of each with its other owners.
@@ -100,6 +102,8 @@ def _draw(settings: SplitSettings, labels: NDArray, entropy: list[int]) -> list[
 
     generator = np.random.default_rng(entropy)
     order = generator.permutation(len(labels))  # data sets are often sorted, and "iid" takes every n-th example
+    if settings.split == "dirichlet_priors":
+        return _by_priors(settings, labels[order], order, generator)
     seed = int(generator.integers(2**31))
     if settings.split == "iid":
         partitioner = IidPartitioner(settings.clients)
@@ -126,3 +130,27 @@ def _draw(settings: SplitSettings, labels: NDArray, entropy: list[int]) -> list[
         return [
             np.sort(np.asarray(partitioner.load_partition(i)["index"], dtype=np.int64)) for i in range(settings.clients)
         ]
+
+
+def _by_priors(
+    settings: SplitSettings, labels: NDArray, indices: NDArray, generator: np.random.Generator
+) -> list[NDArray]:
+    """Clients of equal size, give or take one, that draw from the classes by their own proportions, in turn."""
+    classes = np.unique(labels)
+    pools = [list(indices[labels == c]) for c in classes]
+    sizes = np.full(settings.clients, len(labels) // settings.clients)
+    sizes[: len(labels) % settings.clients] += 1
+    parts = []
+    for size in sizes:
+        prior = generator.dirichlet(np.full(len(classes), settings.dirichlet_alpha))
+        part: list[int] = []
+        while len(part) < size:
+            left = np.array([len(pool) for pool in pools])
+            open_prior = np.where(left > 0, prior, 0.0)
+            if open_prior.sum() <= 0:  # all classes that this client wants have run out
+                open_prior = left.astype(np.float64)
+            counts = generator.multinomial(size - len(part), open_prior / open_prior.sum())
+            for pool, count in zip(pools, np.minimum(counts, left), strict=True):
+                part += [pool.pop() for _ in range(count)]
+        parts.append(np.sort(np.asarray(part, np.int64)))
+    return parts

@@ -33,7 +33,7 @@ from fedact_flwr.settings import Settings, dump
 from strategies import STRATEGIES, FederatedStrategy, wire
 from tasks import TASKS
 from tasks.blocks import parameter_blocks
-from tasks.task import Defaults, Examples
+from tasks.task import Defaults, Examples, TaskSettings
 
 MakeSettings = Callable[..., Settings]
 
@@ -63,12 +63,17 @@ class Toy:
 
     summary = "a toy"
     target = "accuracy"
+    requires: Sequence[str] = ()
+    models: Sequence[str] = ("attention",)
     defaults: Mapping[str, Defaults] = {
         "adamw": {"lr": 0.05, "weight_decay": 0.01},
         "adam": {"lr": 0.05, "weight_decay": 0.001},
         "sgd": {"lr": 0.5, "weight_decay": 0.001},
         "fedadam": {"server_lr": 0.1},
     }
+
+    def configured(self, settings: TaskSettings) -> "Toy":
+        return self
 
     def train_labels(self) -> NDArray:
         return self.examples(0, sum(SIZES))["label"].numpy()

@@ -136,7 +136,7 @@ def test_settings_are_frozen_and_dump_is_read_back() -> None:
         ("rounds", "3", "a whole number above 0"),
         ("rounds", 2.5, "a whole number"),
         ("rounds", True, "a whole number"),
-        ("split", "random", "'dirichlet', 'iid', 'by_class'"),
+        ("split", "random", "'dirichlet', 'dirichlet_priors', 'iid', 'by_class'"),
         ("tensorboard", 1, "true or false"),
         ("output", 3, "a string"),
         ("clients_per_round", 11, "1 to 10"),

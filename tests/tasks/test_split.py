@@ -31,7 +31,7 @@ def assert_partition(parts: list[NDArray], n: int) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    kind=st.sampled_from(["dirichlet", "iid", "by_class"]),
+    kind=st.sampled_from(["dirichlet", "dirichlet_priors", "iid", "by_class"]),
     clients=st.integers(3, 12),
     seed=st.integers(0, 2**62),
     labels=st.lists(st.integers(0, 3), min_size=60, max_size=90).filter(
@@ -45,7 +45,7 @@ def test_every_split_is_a_partition_with_a_minimum_size(kind: str, clients: int,
     assert min(len(part) for part in parts) >= 1
 
 
-@pytest.mark.parametrize("kind", ["dirichlet", "iid", "by_class"])
+@pytest.mark.parametrize("kind", ["dirichlet", "dirichlet_priors", "iid", "by_class"])
 def test_a_split_is_a_function_of_its_seed(kind: str) -> None:
     one, same, other = (split_indices(make(split=kind), LABELS, seed) for seed in (7, 7, 8))
     assert all((a == b).all() for a, b in zip(one, same, strict=True))
@@ -61,6 +61,20 @@ def test_iid_is_equal_and_mixed() -> None:
 def test_by_class_gives_each_client_its_classes() -> None:
     histograms = label_histograms(split_indices(make(split="by_class", clients=4), LABELS, 0), LABELS)
     assert histograms.tolist() == [[25, 25, 0, 0], [0, 25, 25, 0], [0, 0, 25, 25], [25, 0, 0, 25]]
+
+
+def test_priors_give_equal_sizes_and_other_mixtures() -> None:
+    parts = split_indices(make(split="dirichlet_priors", clients=7, dirichlet_alpha=0.3), LABELS, 0)
+    assert sorted(len(part) for part in parts) == [28, 28, 28, 29, 29, 29, 29]
+    histograms = label_histograms(parts, LABELS)
+    assert (histograms.max(1) / histograms.sum(1)).mean() > 0.5
+
+
+@pytest.mark.parametrize("kind", ["dirichlet", "dirichlet_priors"])
+def test_large_alpha_is_nearly_iid(kind: str) -> None:
+    labels = np.repeat(np.arange(4), 500)
+    histograms = label_histograms(split_indices(make(split=kind, dirichlet_alpha=1e6), labels, 0), labels)
+    assert (np.abs(histograms - 100) < 50).all()
 
 
 def test_smaller_alpha_is_more_heterogeneous() -> None:
