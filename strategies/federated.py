@@ -155,6 +155,7 @@ class FederatedStrategy(Strategy):
         """Go on from what `state_dict` gave."""
         for name in WHOLE_STATE:
             setattr(self, name, state[name])
+        self.folded = {int(partition): int(r) for partition, r in self.folded.items()}  # JSON's keys are strings
 
     # ---- training
 

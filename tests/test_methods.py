@@ -444,7 +444,6 @@ def through_files(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     (folder / "rest.json").write_text(json.dumps(rest))
 
     read: dict[str, Any] = json.loads((folder / "rest.json").read_text())
-    read["folded"] = {int(partition): r for partition, r in read["folded"].items()}
     read |= {"model": {}, "state": {record: {} for record in state["state"]}}
     for key, array in safetensors.numpy.load_file(folder / "arrays.safetensors").items():
         record, name = key.split(":")
