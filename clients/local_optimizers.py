@@ -5,6 +5,7 @@ A new one is named here, in the type of ``local_optimizer`` (clients/settings.py
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -58,18 +59,13 @@ def mgup_adamw(local: LocalRound) -> Optimizer:
     1/tau and tau.
     """
     s = local.settings
-    return ActAdamW(
-        local.parameters,
-        local.lr,
-        (s.beta1, s.beta2),
-        s.eps,
-        s.weight_decay,
-        rho=0.0,
-        tau=s.tau,
-        alpha=s.alpha,
-        gamma=s.gamma,
-        scope="tensor",
-    )
+    return act_adamw(local, rho=0.0, tau=s.tau, alpha=s.alpha, gamma=s.gamma, scope="tensor")
+
+
+def act_adamw(local: LocalRound, **own: Any) -> ActAdamW:
+    """ACT-AdamW with the settings that it shares with AdamW, and its ``own``."""
+    s = local.settings
+    return ActAdamW(local.parameters, local.lr, (s.beta1, s.beta2), s.eps, s.weight_decay, **own)
 
 
 def cautious_adamw(local: LocalRound) -> Optimizer:

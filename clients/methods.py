@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from clients.blocks import block_means, from_block_means
 from clients.fadamgc import TrackingAdamW
 from clients.fedlada import AmendedAMSGrad
-from clients.local_optimizers import ADAM_SETTINGS, LOCAL_OPTIMIZERS, adam, adamw
+from clients.local_optimizers import ADAM_SETTINGS, LOCAL_OPTIMIZERS, act_adamw, adam, adamw
 from clients.local_round import Finished, LocalRound
 from clients.optimizers import ActAdamW, stability_note
 from clients.settings import LocalSettings
@@ -146,41 +146,28 @@ def fedlada(local: LocalRound) -> AmendedAMSGrad:
 
 def fedact(local: LocalRound) -> ActAdamW:
     s = local.settings
-    return _act_adamw(local, s.tau, s.alpha, s.gamma)
+    return _from_shared_state(local, tau=s.tau, alpha=s.alpha, gamma=s.gamma)
 
 
 def fedact_local(local: LocalRound) -> ActAdamW:
     s = local.settings
-    return _act_adamw(local, s.tau, s.alpha, s.gamma, score="local")
+    return _from_shared_state(local, tau=s.tau, alpha=s.alpha, gamma=s.gamma, score="local")
 
 
 def fedadamw(local: LocalRound) -> ActAdamW:
-    return _act_adamw(local, tau=1.0, alpha=1.0, gamma=1.0)
+    return _from_shared_state(local, tau=1.0, alpha=1.0, gamma=1.0)
 
 
-def _act_adamw(
-    local: LocalRound,
-    tau: float,
-    alpha: float | None,
-    gamma: float | None,
-    score: Literal["corrected", "local"] = "corrected",
-) -> ActAdamW:
-    s = local.settings
-    return ActAdamW(
-        local.parameters,
-        local.lr,
-        (s.beta1, s.beta2),
-        s.eps,
-        s.weight_decay,
-        rho=s.rho,
-        tau=tau,
-        alpha=alpha,
-        gamma=gamma,
-        scope=s.scope,
-        score=score,
+def _from_shared_state(local: LocalRound, **own: Any) -> ActAdamW:
+    """ACT-AdamW that goes on from Delta_G, v_bar and t."""
+    return act_adamw(
+        local,
+        rho=local.settings.rho,
+        scope=local.settings.scope,
         correction=local.received(wire.CORRECTION),
         second_moment=from_block_means(local.received(wire.SECOND_MOMENT), local.parameters),
         steps_done=local.steps_done,
+        **own,
     )
 
 

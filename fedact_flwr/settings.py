@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -79,18 +79,18 @@ def parse(config: Mapping[str, Any]) -> Settings:
         if isinstance(value, dict):
             raise SettingsError(f"[{key}]: a table; allowed are plain keys, those in pyproject.toml")
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, 1, cutoff=0.7)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise SettingsError(f"{key} = {value!r}: no such setting{hint}; allowed are those in pyproject.toml")
+            raise SettingsError(
+                f"{key} = {value!r}: no such setting{_hint(key, list(fields))}; allowed are those in pyproject.toml"
+            )
     for key, registry in (
         ("task", list(TASKS)),
         ("method", list(STRATEGIES)),
         ("local_optimizer", [AUTO, *LOCAL_OPTIMIZERS]),
     ):
         if not isinstance(config[key], str) or config[key] not in registry:
-            near = difflib.get_close_matches(str(config[key]), registry, 1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise SettingsError(f"{key} = {config[key]!r}: allowed is one of {', '.join(registry)}{hint}")
+            raise SettingsError(
+                f"{key} = {config[key]!r}: allowed is one of {', '.join(registry)}{_hint(str(config[key]), registry)}"
+            )
 
     resolved = dict(config)
     for key, value in _defaults(config["task"], config["method"], config["local_optimizer"]).items():
@@ -150,15 +150,22 @@ def check_method_settings(settings: Settings) -> None:
     config, untouched = dump(settings), dump(parse(defaults | {"task": settings.task, "method": settings.method}))
     for key in sorted(anybodys - set(own)):
         if config[key] != untouched[key]:
-            near = [name for name in own if name in key or key in name]
-            hint = f" (did you mean {near[0]}?)" if near else ""
+            owners = [m for m in STRATEGIES if any(key in method_settings(m, o) for o in (AUTO, *LOCAL_OPTIMIZERS))]
             who = settings.method
             if "local_optimizer" in own:
                 who += f" with local_optimizer = {settings.local_optimizer!r}"
             raise SettingsError(
-                f"{key} = {config[key]!r}: {who} has no such setting{hint}; allowed is the default, "
-                f"{defaults[key]!r}; its own settings are {', '.join(own) or 'none'}"
+                f"{key} = {config[key]!r}: {who} has no such setting{_hint(key, own)}; allowed is the default, "
+                f"{defaults[key]!r}; methods with it: {', '.join(owners)}; this method's own are {', '.join(own) or 'none'}"
             )
+
+
+def _hint(given: str, names: Sequence[str]) -> str:
+    """The nearest of ``names``, in words, or nothing; capitals and hyphens don't count, and a part of a name does."""
+    plain = given.lower().replace("-", "_")
+    parts = [name for name in names if plain and (plain in name or name in plain)]
+    near = [plain] if plain in names else difflib.get_close_matches(plain, names, 1, cutoff=0.7) or parts
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _check_together(s: Settings) -> None:

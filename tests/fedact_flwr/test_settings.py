@@ -56,7 +56,9 @@ def test_settings_of_other_methods_are_refused() -> None:
     for method in STRATEGIES:
         check_method_settings(parse(DEFAULTS | {"method": method}))
     check_method_settings(parse(DEFAULTS | {"method": "fedact", "gamma": 0.1}))
-    with pytest.raises(SettingsError, match=r"mu = 0\.5: fedact has no such setting.*allowed is the default, 0\.01"):
+    with pytest.raises(
+        SettingsError, match=r"mu = 0\.5: fedact has no .* the default, 0\.01; methods with it: fedprox;"
+    ):
         check_method_settings(parse(DEFAULTS | {"mu": 0.5}))
     with pytest.raises(SettingsError, match=r"server_beta1 = 0\.5: fedact .*did you mean beta1"):
         check_method_settings(parse(DEFAULTS | {"server_beta1": 0.5}))
@@ -104,6 +106,21 @@ def test_a_task_without_a_value_for_the_family_says_so(monkeypatch: pytest.Monke
     monkeypatch.setattr(Digits, "defaults", {"adamw": {"lr": 1e-3, "weight_decay": 0.01}})
     with pytest.raises(SettingsError, match=r"lr = 'auto': task 'digits' has no value for method 'local_adam' or its"):
         parse(DEFAULTS | {"method": "local_adam"})
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "near"),
+    [
+        ("method", "FedACT", "fedact"),
+        ("method", "SCAFFOLD", "scaffold"),
+        ("method", "FedAdamW", "fedadamw"),
+        ("method", "fedact-local", "fedact_local"),
+        ("local_optimizer", "mgup", "mgup_adamw"),
+    ],
+)
+def test_names_as_papers_spell_them_lead_to_ours(key: str, given: str, near: str) -> None:
+    with pytest.raises(SettingsError, match=rf"{key} = '{given}': .*\(did you mean {near}\?\)"):
+        parse(DEFAULTS | {"method": "fedavg"} | {key: given})
 
 
 def test_a_near_name_is_suggested() -> None:
