@@ -155,8 +155,9 @@ def check_method_settings(settings: Settings) -> None:
             if "local_optimizer" in own:
                 who += f" with local_optimizer = {settings.local_optimizer!r}"
             raise SettingsError(
-                f"{key} = {config[key]!r}: {who} has no such setting{_hint(key, own)}; allowed is the default, "
-                f"{defaults[key]!r}; methods with it: {', '.join(owners)}; this method's own are {', '.join(own) or 'none'}"
+                f"{key} = {config[key]!r}: {who} has no such setting{_hint(key, own)}; "
+                f"allowed is the default, {defaults[key]!r}; methods with it: {', '.join(owners)}; "
+                f"this method's own are {', '.join(own) or 'none'}"
             )
 
 
