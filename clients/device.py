@@ -1,12 +1,15 @@
 """The device that training and evaluation run on, set up so that a run repeats to the bit."""
 
 import os
+import shutil
+import sys
+from importlib.util import find_spec
 
 import torch
 
 
 class UnavailableDevice(ValueError):
-    """The device named is not on this machine; the message says which are."""
+    """The device named is not on this machine, or can't do what is asked of it; the message says what it can."""
 
 
 def prepare_device(device: str, threads: int) -> torch.device:
@@ -27,3 +30,18 @@ def prepare_device(device: str, threads: int) -> torch.device:
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
     return torch.device(device)
+
+
+def require_compiler(device: str) -> None:
+    """Raise `UnavailableDevice` where torch.compile lacks what it needs for ``device`` ("cpu", "cuda" or "mps")."""
+    if device == "cuda" and find_spec("triton") is None:
+        raise UnavailableDevice(
+            "compile = true: on CUDA it needs the package triton, which is not here; allowed is false"
+        )
+    variable, usual = ("CC", "gcc") if device == "cuda" else ("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    compiler = os.environ.get(variable, usual)
+    if device != "mps" and shutil.which(compiler) is None:
+        raise UnavailableDevice(
+            f"compile = true: it needs a compiler, and {compiler!r} is not here; allowed is false, or the environment "
+            f"variable {variable} set to one"
+        )

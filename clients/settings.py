@@ -31,6 +31,7 @@ class LocalSettings(BaseModel):
     eps: PositiveFloat
     clip_norm: NonNegativeFloat
     precision: Literal["float32", "bfloat16"]
+    compile: bool
     rho: Annotated[float, Field(ge=0, le=1)]
     tau: Annotated[float, Field(gt=0, le=1)]
     alpha: NonNegativeFloat | None

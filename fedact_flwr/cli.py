@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
+import numpy as np
+import tomli_w
 import torch
 import typer
 from rich.console import Console
@@ -23,6 +25,7 @@ from fedact_flwr.settings import (
     AUTO,
     Settings,
     SettingsError,
+    check_method_settings,
     dump,
     method_settings,
     parse,
@@ -48,15 +51,18 @@ class Engine(StrEnum):
     inprocess = "inprocess"
 
 
+Files = Annotated[
+    list[Path] | None, typer.Argument(metavar="[CONF.toml ...]", help="Files of settings; pyproject.toml lists all.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting; repeat for more.")
+]
+
+
 @app.command()
 def run(
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[CONF.toml ...]", help="Files of settings; pyproject.toml lists all."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting; repeat for more.")
-    ] = None,
+    files: Files = None,
+    overrides: Overrides = None,
     engine: Annotated[
         Engine, typer.Option(help="Flower's simulation, or all clients in this process.")
     ] = Engine.flower,
@@ -105,6 +111,53 @@ def run(
         _fail(f"the run failed: {cause}; log: {folder / LOG_FILE}", RUN_FAILED)
     console.print(follow.table())
     console.print(f"record: {folder}", highlight=False, soft_wrap=True, markup=False)
+
+
+@app.command("settings")
+def print_settings(files: Files = None, overrides: Overrides = None) -> None:
+    """Print all settings of a run as a file that `flwr run . --run-config FILE` takes."""
+    try:
+        settings = read_settings(files or [], overrides or [])
+        check_method_settings(settings)
+    except SettingsError as error:
+        _fail(str(error), BAD_SETTINGS)
+    typer.echo(tomli_w.dumps(dump(settings)), nl=False)
+
+
+@app.command()
+def split(
+    files: Files = None,
+    overrides: Overrides = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it, client by class: .png, .svg, .pdf.")
+    ] = None,
+) -> None:
+    """Show how a run's training data is split among its clients."""
+    from fedact_flwr.server_app import check, client_labels
+
+    try:
+        settings = read_settings(files or [], overrides or [])
+        check(settings)
+        histograms = client_labels(settings)
+        how = f"{settings.split} {settings.dirichlet_alpha:g}" if "dirichlet" in settings.split else settings.split
+        title = f"{settings.task}, {how}, {settings.clients} clients, seed {settings.seed}"
+        if picture:
+            from fedact_flwr.pictures import draw_split
+
+            try:
+                draw_split(picture, histograms, title)
+            except (OSError, ValueError) as error:
+                raise SettingsError(f"--picture {picture}: {error}") from None
+    except SettingsError as error:
+        _fail(str(error), BAD_SETTINGS)
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(title)
+    sizes, classes = histograms.sum(1), (histograms > 0).sum(1)
+    for what, values in (("examples", sizes), ("classes", classes)):
+        console.print(f"{what} of a client: {values.min()} to {values.max()}, median {np.median(values):g}")
+    share = (histograms.max(1) / sizes).mean()
+    console.print(f"a client's most frequent class holds {100 * share:.0f} % of its examples, on average")
 
 
 @app.command()
@@ -162,11 +215,16 @@ def read_settings(files: list[Path], overrides: list[str]) -> Settings:
 
 def _for_this_machine(settings: Settings, engine: Engine) -> Settings:
     """Resolve what depends on the machine, so that both engines and the record agree. Raises `SettingsError`."""
-    from clients.device import prepare_device
+    from clients.device import UnavailableDevice, prepare_device, require_compiler
     from fedact_flwr.server_app import check
 
     check(settings)
     device = prepare_device(settings.device, settings.threads).type
+    if settings.compile:
+        try:
+            require_compiler(device)
+        except UnavailableDevice as error:
+            raise SettingsError(str(error)) from None
     gpus = settings.client_gpus
     if gpus is None:
         gpus = GPU_SHARE if device == "cuda" else 0.0

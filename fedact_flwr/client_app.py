@@ -11,7 +11,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from clients.client import FedClient
-from clients.device import prepare_device
+from clients.device import prepare_device, require_compiler
 from clients.methods import CLIENT_METHODS
 from clients.optimizers import StabilityWarning
 from clients.training import num_examples, take
@@ -62,7 +62,11 @@ class _Workplace:
         self.settings = settings
         self.task = TASKS[settings.task].configured(settings)
         self.parts = split_indices(settings, self.task.train_labels(), derive_seed(settings.seed, "split"))
-        self.model = self.task.make_model(seed=0)  # overwritten by each message
+        device = prepare_device(settings.device, settings.threads)
+        self.model = self.task.make_model(seed=0).to(device)  # overwritten by each message
+        if settings.compile:
+            require_compiler(device.type)
+            self.model.compile()  # in place: the names of its parameters stay, and all clients share what was compiled
         self.clients: dict[int, FedClient] = {}
 
     def client(self, partition: int) -> FedClient:

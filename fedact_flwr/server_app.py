@@ -8,6 +8,7 @@ from logging import INFO, WARNING
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid, ServerApp
+from numpy.typing import NDArray
 
 from clients.client import exchanged_state, load_state, trainable_parameters
 from clients.device import UnavailableDevice, prepare_device
@@ -43,9 +44,7 @@ def run(settings: Settings, grid: Grid) -> None:
         log(WARNING, note)
     with RunRecord(settings, task.target) as record:
         log(INFO, "record: %s", record.folder)
-        labels = task.train_labels()
-        parts = split_indices(settings, labels, derive_seed(settings.seed, "split"))
-        record.write_clients(label_histograms(parts, labels))
+        record.write_clients(client_labels(settings))
         model = task.make_model(derive_seed(settings.seed, "model")).to(device)
         test = {name: tensor.to(device) for name, tensor in task.test_examples().items()}
         trainable = {name for name, _ in trainable_parameters(model)}
@@ -99,12 +98,20 @@ def check(settings: Settings) -> None:
         )
     try:
         prepare_device(settings.device, settings.threads)
-        labels = TASKS[settings.task].configured(settings).train_labels()
-        split_indices(settings, labels, derive_seed(settings.seed, "split"))
+        client_labels(settings)
     except (UnavailableDevice, ImpossibleSplit) as error:
         raise SettingsError(str(error)) from None
     except BadData as error:
         raise SettingsError(f"data = {settings.data!r}: {error}") from None
+
+
+def client_labels(settings: Settings) -> NDArray:
+    """How many examples of each class each client has, shape (clients, classes).
+
+    Raises `tasks.images.BadData` and `tasks.split.ImpossibleSplit`.
+    """
+    labels = TASKS[settings.task].configured(settings).train_labels()
+    return label_histograms(split_indices(settings, labels, derive_seed(settings.seed, "split")), labels)
 
 
 def _consistency(deltas: Sequence[Vectors]) -> Mapping[str, float]:

@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from fedact_flwr.cli import app
-from fedact_flwr.settings import method_settings
+from fedact_flwr.cli import app, read_settings
+from fedact_flwr.settings import method_settings, read_defaults
 from strategies import STRATEGIES
 from tasks import TASKS
 
@@ -75,6 +76,48 @@ def test_wrong_settings_end_in_one_line_and_exit_code_2(setting: str, message: s
     assert output.startswith(message)
     assert output.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_compile_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    code, output = fedact("run", *sets(f"output={tmp_path}", "compile=true", "device=cpu"))
+    assert code == 2
+    assert output.startswith("error: compile = true: it needs a compiler, and 'no-such-compiler' is not here; ")
+    assert output.count("\n") == 1
+
+
+def test_settings_are_a_file_that_repeats_the_run(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("method = 'fedprox'\nrounds = 3\n")
+    code, output = fedact("settings", str(tmp_path / "a.toml"), "--set", "mu=0.3")
+    assert code == 0
+    (tmp_path / "b.toml").write_text(output)
+    settings = read_settings([tmp_path / "b.toml"], [])
+    assert settings == read_settings([tmp_path / "a.toml"], ["mu=0.3"])
+    assert (settings.method, settings.mu, settings.rounds) == ("fedprox", 0.3, 3)
+    assert set(tomllib.loads(output)) == set(read_defaults())
+    code, output = fedact("settings", "--set", "mu=0.3")
+    assert (code, output.count("\n")) == (2, 1)
+    assert output.startswith("error: mu = 0.3: fedact has no such setting")
+
+
+def test_the_split_is_described_and_drawn(tmp_path: Path) -> None:
+    settings = sets("clients=4", "clients_per_round=4", "split=by_class", "classes_per_client=7")
+    code, output = fedact("split", *settings, "--picture", str(tmp_path / "split.svg"))
+    assert code == 0, output
+    assert output.startswith("digits, by_class, 4 clients, seed 42\nexamples of a client: ")
+    assert "classes of a client: 7 to 7, median 7" in output
+    assert "</svg>" in (tmp_path / "split.svg").read_text()
+    for picture, reason in (
+        (tmp_path / "x.nothing", "Format 'nothing' is not supported"),
+        (tmp_path / "x" / "y.png", "No such file"),
+    ):
+        code, output = fedact("split", "--picture", str(picture))
+        assert code == 2
+        assert output.startswith(f"error: --picture {picture}: ")
+        assert reason in output
+    code, output = fedact("split", "--set", "min_samples=500")
+    assert code == 2
+    assert output.startswith("error: min_samples = 500: ")
 
 
 def test_an_unknown_key_in_a_file(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from torch import nn
 
 from fedact_flwr import server_app
 from fedact_flwr.client_app import _state_folder
@@ -70,6 +71,23 @@ def test_the_final_model_is_the_one_evaluated_last(make_settings: MakeSettings) 
     load_model(model, folder / "model.safetensors")
     metrics = task.evaluate(model, task.test_examples())
     assert metrics == {key: rounds_of(folder)[-1][key] for key in metrics}
+
+
+def test_the_model_is_compiled_once_for_all_clients(
+    make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled to the same operations as before: what is new is who compiles what, and that names stay."""
+    compiled = []
+    original = nn.Module.compile
+
+    def compile(self: nn.Module) -> None:
+        compiled.append(self)
+        original(self, backend="eager")
+
+    monkeypatch.setattr(nn.Module, "compile", compile)
+    plain, fast = (run(make_settings(**(SMALL | {"name": f"{on}", "compile": on}))) for on in (False, True))
+    assert len(compiled) == 1
+    assert (plain / "model.safetensors").read_bytes() == (fast / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("method", ["fedact", "scaffold", "fadamgc"])

@@ -41,6 +41,24 @@ def test_files_in_conf_are_valid(path: Path) -> None:
     parse(DEFAULTS | read_file(path))
 
 
+@pytest.mark.parametrize("model", ["vit_tiny", "swin_lite", "resnet18"])
+@pytest.mark.parametrize("task", ["cifar10", "cifar100", "tiny_imagenet"])
+@pytest.mark.parametrize("alpha", [0.6, 0.3, 0.1])
+def test_conf_has_the_papers_vision_experiments(model: str, task: str, alpha: float) -> None:
+    """As its tables have them: 100 clients, 10 of them a round, 300 rounds of 50 steps of 50 images."""
+    own = read_file(PROJECT / "conf" / "paper" / f"{model}-{task}-dir{alpha}.toml")
+    fedact = parse(DEFAULTS | own)
+    assert (fedact.model, fedact.task, fedact.split, fedact.dirichlet_alpha) == (model, task, "dirichlet", alpha)
+    assert (fedact.clients, fedact.clients_per_round, fedact.seed) == (100, 10, 42)
+    assert (fedact.rounds, fedact.local_steps, fedact.batch_size, fedact.lr_schedule) == (300, 50, 50, "cosine")
+    assert (fedact.lr, fedact.weight_decay, fedact.beta1, fedact.beta2) == (3e-4, 0.01, 0.9, 0.999)
+    assert (fedact.rho, fedact.tau, fedact.alpha, fedact.gamma) == (0.5, 0.5, None, None)  # 1 / tau and tau
+    scaffold, adam, fedadam = (parse(DEFAULTS | own | {"method": m}) for m in ("scaffold", "local_adam", "fedadam"))
+    assert (scaffold.lr, scaffold.weight_decay) == (0.1, 0.001)
+    assert (adam.lr, adam.weight_decay) == (3e-4, 0.001)
+    assert (fedadam.server_lr, fedadam.server_beta1, fedadam.server_beta2) == (0.01, 0.9, 0.98)
+
+
 def test_auto_takes_the_tasks_value_for_the_methods_family() -> None:
     adamw, sgd = parse(DEFAULTS), parse(DEFAULTS | {"method": "fedavg"})
     assert (adamw.lr, adamw.weight_decay) == (3e-3, 0.01)

@@ -2,6 +2,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from datasets import Dataset
+from flwr_datasets.partitioner import DirichletPartitioner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -88,6 +90,20 @@ def test_smaller_alpha_is_more_heterogeneous() -> None:
 
     assert largest_share(0.1) > largest_share(1.0) > largest_share(100.0)
     assert largest_share(100.0) == pytest.approx(0.25, abs=0.1)
+
+
+def test_dirichlet_is_flowers_own_split() -> None:
+    """Example for example, at the paper's 100 clients."""
+    labels = np.random.default_rng(0).integers(0, 10, 5000)
+    generator = np.random.default_rng([3, 0])  # the seed and the first draw
+    order = generator.permutation(5000)
+    partitioner = DirichletPartitioner(
+        100, "label", 0.6, min_partition_size=0, shuffle=False, seed=int(generator.integers(2**31))
+    )
+    partitioner.dataset = Dataset.from_dict({"index": order, "label": labels[order]})
+    parts = split_indices(make(clients=100, dirichlet_alpha=0.6, min_samples=1), labels, 3)
+    for i in (0, 1, 50, 99):
+        assert parts[i].tolist() == sorted(partitioner.load_partition(i)["index"])
 
 
 def test_min_samples_is_kept_by_redrawing() -> None:
