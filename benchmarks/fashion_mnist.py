@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from trials import Own, best, final_rounds, run_name, spread, tune, variant_settings
 
 from clients.methods import CLIENT_METHODS
@@ -31,15 +32,14 @@ TUNING_SEED, TUNING_ALPHA = 11, 0.1
 SEEDS = (1, 2, 3)
 ADAPTIVE = (3e-4, 1e-3, 3e-3, 1e-2)
 GRID = {"adamw": ADAPTIVE, "adam": ADAPTIVE, "sgd": (0.01, 0.03, 0.1, 0.3)}
-# one mark for each family of methods, one colour for each method
-FIGURES = {
-    "accuracy": ("accuracy", "test accuracy"),
-    "consistency": ("direction_consistency", "direction consistency"),
-    "positive_scores": ("positive_score_ratio", "positive score ratio"),
-    "top_score_mass": ("top_score_mass", "top-10 % score mass"),
+FIGURES = {  # keys of a round's line, and their titles
+    "accuracy": "test accuracy",
+    "direction_consistency": "direction consistency",
+    "positive_score_ratio": "positive score ratio",
+    "top_score_mass": "top-10 % score mass",
 }
 
-Line = Mapping[str, float]
+Rounds = Sequence[Mapping[str, float]]
 
 
 def main() -> None:
@@ -64,23 +64,32 @@ def main() -> None:
     for variant, (model, alpha) in product(arguments.variants, CONDITIONS):
         lr[cell_name(variant, model, alpha)] = best(tuning[cell_name(variant, model, TUNING_ALPHA)])
     runs = {run_name(c, lr[c], seed): cells[c] | {"lr": lr[c], "seed": seed} for c in cells for seed in SEEDS}
-    final_rounds(runs, output, workers)
+    finals = final_rounds(runs, output, workers)
     rounds = {c: [read_rounds(output / run_name(c, lr[c], seed)) for seed in SEEDS] for c in cells}
 
-    print_table("final test accuracy %, mean ± sd", arguments.variants, lambda c: final_accuracy(rounds[c]))
-    print_table(
-        "learning rate, and accuracy % by rate on the tuning seed", arguments.variants, lambda c: tried(tuning[c])
-    )
-    for key, title in FIGURES.values():
-        if key != "accuracy":
-            print_table(
-                f"{title}, mean over rounds", arguments.variants, lambda c, key=key: over_rounds(rounds[c], key)
-            )
+    print("\nfinal test accuracy %, mean ± sd over seeds " + ", ".join(map(str, SEEDS)) + ":\n")
+    print_head([f"{model}, Dir({alpha})" for model, alpha in CONDITIONS])
+    for variant in arguments.variants:
+        names = [cell_name(variant, *condition) for condition in CONDITIONS]
+        values = ([100 * finals[run_name(c, lr[c], seed)]["accuracy"] for seed in SEEDS] for c in names)
+        print(f"| {variant} | " + " | ".join(map(spread, values)) + " |")
+
+    print(f"\naccuracy % by learning rate at Dirichlet({TUNING_ALPHA}), seed {TUNING_SEED}; bold: the one reported:\n")
+    print_head(list(MODELS))
+    for variant in arguments.variants:
+        by_lrs = (tuning[cell_name(variant, model, TUNING_ALPHA)] for model in MODELS)
+        print(f"| {variant} | " + " | ".join(map(tried, by_lrs)) + " |")
+
+    print("\nmean over rounds and seeds of direction consistency / positive score ratio / top-10 % score mass:\n")
+    print_head([f"{model}, Dir({alpha})" for model, alpha in CONDITIONS])
+    for variant in arguments.variants:
+        names = [cell_name(variant, *condition) for condition in CONDITIONS]
+        print(f"| {variant} | " + " | ".join(diagnostics(rounds[c]) for c in names) + " |")
+
     if arguments.figures:
         arguments.figures.mkdir(parents=True, exist_ok=True)
-        for figure, (key, title) in FIGURES.items():
-            path = arguments.figures / f"fashion_mnist_{figure}.png"
-            draw(path, key, title, arguments.variants, rounds)
+        for key, title in FIGURES.items():
+            draw(arguments.figures / f"fashion_mnist_{key}.png", key, title, arguments.variants, rounds)
 
 
 def cell_settings(data: str, model: str, alpha: float, variant: str) -> Own:
@@ -96,17 +105,9 @@ def read_rounds(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / ROUNDS_FILE).read_text().splitlines()]
 
 
-def print_table(title: str, variants, entry) -> None:
-    print(f"\n{title}:\n")
-    print("| method | " + " | ".join(f"{model}, Dir({alpha})" for model, alpha in CONDITIONS) + " |")
-    print("|---" * (1 + len(CONDITIONS)) + "|")
-    for variant in variants:
-        entries = (entry(cell_name(variant, *condition)) for condition in CONDITIONS)
-        print(f"| {variant} | " + " | ".join(entries) + " |")
-
-
-def final_accuracy(runs: Sequence[Sequence[Line]]) -> str:
-    return spread([100 * lines[-1]["accuracy"] for lines in runs])
+def print_head(columns: Sequence[str]) -> None:
+    print("| method | " + " | ".join(columns) + " |")
+    print("|---" * (1 + len(columns)) + "|")
 
 
 def tried(by_lr: Mapping[float, float]) -> str:
@@ -114,48 +115,39 @@ def tried(by_lr: Mapping[float, float]) -> str:
     return f"**{best(by_lr):g}** ({accuracies})"
 
 
-def over_rounds(runs: Sequence[Sequence[Line]], key: str) -> str:
-    values = [line[key] for lines in runs for line in lines if line.get(key) is not None]
-    return f"{statistics.mean(values):.3f}" if values else ""
+def diagnostics(runs: Sequence[Rounds]) -> str:
+    """Those that the method has."""
+    over_rounds = (
+        [line[key] for lines in runs for line in lines if key in line] for key in FIGURES if key != "accuracy"
+    )
+    return " / ".join(f"{statistics.mean(values):.2f}" for values in over_rounds if values)
 
 
-def draw(path: Path, key: str, title: str, variants, rounds) -> None:
+def draw(path: Path, key: str, title: str, variants: Sequence[str], rounds: Mapping[str, Sequence[Rounds]]) -> None:
     """One panel for each condition: the mean over seeds of ``key`` over rounds, and a band of one deviation."""
-    import matplotlib
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(2, 2, figsize=(11, 8), sharex=True, sharey="row", layout="constrained")
-    colours = plt.get_cmap("tab20").colors
-    for (model, alpha), axes in zip(CONDITIONS, panels.flat, strict=True):
-        for colour, variant in zip(colours, variants, strict=False):
-            runs = [
-                {line["round"]: line[key] for line in lines if line.get(key) is not None}
-                for lines in rounds[cell_name(variant, model, alpha)]
-            ]
-            if not runs[0]:
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True, sharey="row").flat
+    colours = [*colormaps["tab10"].colors, "black"]
+    for (model, alpha), axes in zip(CONDITIONS, panels, strict=True):
+        for i, variant in enumerate(variants):
+            runs = rounds[cell_name(variant, model, alpha)]
+            at = [line["round"] for line in runs[0] if key in line]
+            values = np.array([[line[key] for line in lines if key in line] for lines in runs])  # seeds x rounds
+            if not at:
                 continue
-            at = sorted(set.intersection(*(set(run) for run in runs)))
-            means = [statistics.mean(run[r] for run in runs) for r in at]
-            deviations = [statistics.stdev(run[r] for run in runs) for r in at]
-            axes.plot(at, means, label=variant, color=colour)
-            axes.fill_between(
-                at,
-                [m - d for m, d in zip(means, deviations, strict=True)],
-                [m + d for m, d in zip(means, deviations, strict=True)],
-                color=colour,
-                alpha=0.15,
-                linewidth=0,
-            )
+            mean, deviation = values.mean(0), values.std(0, ddof=1)
+            colour = colours[i % len(colours)]
+            axes.plot(at, mean, label=variant, color=colour)
+            axes.fill_between(at, mean - deviation, mean + deviation, color=colour, alpha=0.15, linewidth=0)
         axes.set_title(f"{model}, Dirichlet({alpha})")
         axes.grid(alpha=0.3)
     figure.supxlabel("round")
     figure.supylabel(title)
-    handles, labels = panels.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 if __name__ == "__main__":
