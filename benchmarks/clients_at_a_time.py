@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fedact_flwr.record import MODEL_FILE, ROUNDS_FILE
+from fedact_flwr.record import ROUNDS_FILE
 from fedact_flwr.settings import PROJECT
+from tasks.task import MODEL_FILE
 
 IMAGES_PER_FILE, BYTES_PER_IMAGE = 10_000, 1 + 3 * 32 * 32
 

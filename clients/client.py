@@ -93,6 +93,8 @@ class FedClient(NumPyClient):
             steps,
             settings.precision,
             settings.clip_norm,
+            settings.micro_batch_size,
+            self.task.terms,
         )
 
         metrics = {

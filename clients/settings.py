@@ -24,6 +24,7 @@ class LocalSettings(BaseModel):
     local_steps: PositiveInt
     local_epochs: NonNegativeInt
     batch_size: PositiveInt
+    micro_batch_size: NonNegativeInt
     weight_decay: NonNegativeFloat
     momentum: Annotated[float, Field(ge=0, lt=1)]
     beta1: Annotated[float, Field(ge=0, lt=1)]

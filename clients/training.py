@@ -1,6 +1,6 @@
 """The one local training loop."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,10 @@ from tasks.task import Examples
 Loss = Callable[[nn.Module, Examples], Tensor]
 
 
+def num_examples(examples: Examples) -> int:
+    return len(next(iter(examples.values())))
+
+
 def train(
     model: nn.Module,
     loss: Loss,
@@ -19,12 +23,16 @@ def train(
     steps: int,
     precision: str = "float32",
     clip_norm: float = 0.0,
+    micro_batch_size: int = 0,
+    terms: Callable[[Examples], int] = num_examples,
 ) -> float:
     """Do exactly ``steps`` optimizer steps and return the mean loss over them.
 
-    ``loss`` gives the mean over a batch. With ``precision = "bfloat16"`` forward and backward run in autocast;
-    parameters, gradients and the optimizer's state stay float32. A ``clip_norm`` above 0 limits the norm of the
-    gradient before the optimizer sees it.
+    ``loss`` gives the mean over a batch, which has ``terms(batch)`` terms. A ``micro_batch_size`` above 0 is the most
+    examples that go through the model at once; the gradient is that of the whole batch, unless the model normalises
+    over batches. With ``precision = "bfloat16"`` forward and backward run in autocast; parameters, gradients and the
+    optimizer's state stay float32. A ``clip_norm`` above 0 limits the norm of the gradient before the optimizer sees
+    it.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     device = parameters[0].device
@@ -32,13 +40,18 @@ def train(
     total = torch.zeros((), device=device)
     for _ in range(steps):
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            value = loss(model, next(batches))
-        value.backward()
+        batch = next(batches)
+        parts = _micro_batches(batch, micro_batch_size)
+        for part in parts:
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+                value = loss(model, part)
+            if len(parts) > 1:
+                value = value * (terms(part) / terms(batch))
+            value.backward()
+            total += value.detach()
         if clip_norm > 0:
             nn.utils.clip_grad_norm_(parameters, clip_norm)
         optimizer.step()
-        total += value.detach()
     return total.item() / steps
 
 
@@ -58,8 +71,11 @@ def batches(examples: Examples, batch_size: int, generator: torch.Generator) -> 
         order = order[size:]
 
 
-def num_examples(examples: Examples) -> int:
-    return len(next(iter(examples.values())))
+def _micro_batches(batch: Examples, size: int) -> Sequence[Examples]:
+    n = num_examples(batch)
+    if size == 0 or n <= size:
+        return [batch]
+    return [{name: tensor[start : start + size] for name, tensor in batch.items()} for start in range(0, n, size)]
 
 
 def take(examples: Examples, index: Tensor) -> Examples:

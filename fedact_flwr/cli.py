@@ -96,7 +96,7 @@ def run(
         with follow:
             _engine(engine, settings, folder / LOG_FILE)()
     except KeyboardInterrupt:
-        write_summary(folder, INTERRUPTED, "interrupted", results(follow.lines, follow.target))
+        write_summary(folder, INTERRUPTED, "interrupted", results(follow.lines, TASKS[settings.task]))
         _fail(
             f"interrupted after {len(follow.lines)} of {settings.rounds} rounds; record: {folder}",
             RUN_INTERRUPTED,
@@ -106,7 +106,7 @@ def run(
             traceback.print_exc(file=log)
         summary = read_summary(folder)
         if summary is None:  # the ServerApp had no chance to write one
-            write_summary(folder, FAILED, str(error), results(follow.lines, follow.target))
+            write_summary(folder, FAILED, str(error), results(follow.lines, TASKS[settings.task]))
         cause = summary["cause"] if summary else error
         _fail(f"the run failed: {cause}; log: {folder / LOG_FILE}", RUN_FAILED)
     console.print(follow.table())

@@ -22,15 +22,14 @@ from typing import Any
 
 import tomli_w
 from numpy.typing import NDArray
-from safetensors.torch import save_model
 from torch import nn
 
 from fedact_flwr.settings import AUTO, Settings, SettingsError, dump
+from tasks.task import Task
 
 SETTINGS_FILE = "settings.toml"
 CLIENTS_FILE = "clients.json"
 ROUNDS_FILE = "rounds.jsonl"
-MODEL_FILE = "model.safetensors"
 SUMMARY_FILE = "summary.json"
 
 PACKAGES = ("fedact-flwr", "flwr", "torch", "numpy")
@@ -63,17 +62,17 @@ class RunRecord:
     ----------
     settings : Settings
         A folder that they name may be there already, made by `make_folder`, but hold no record.
-    target : str
-        The metric whose best value the summary gives; higher is better.
+    task : Task
+        Its target is the metric whose best value the summary gives, and it knows how to write the model.
     """
 
-    def __init__(self, settings: Settings, target: str) -> None:
+    def __init__(self, settings: Settings, task: Task) -> None:
         self.folder = Path(settings.output).expanduser().resolve() / settings.name
         if settings.name == AUTO or not self.folder.exists():
             self.folder = make_folder(settings)
         elif (self.folder / SETTINGS_FILE).exists():
             raise SettingsError(f"name = {settings.name!r}: {self.folder} holds another record; allowed is a new name")
-        self.target = target
+        self.task = task
         self.rounds: list[dict[str, Any]] = []
         self._started = time.monotonic()
         with (self.folder / SETTINGS_FILE).open("wb") as file:
@@ -106,7 +105,7 @@ class RunRecord:
             self._tensorboard.flush()
 
     def write_model(self, model: nn.Module) -> None:
-        save_model(model, str(self.folder / MODEL_FILE))
+        self.task.save(model, self.folder)
 
     def __enter__(self) -> "RunRecord":
         return self
@@ -123,17 +122,18 @@ class RunRecord:
             status, cause = INTERRUPTED, "interrupted from the keyboard"
         else:
             status, cause = FAILED, f"{type(error).__name__}: {error}"
-        write_summary(self.folder, status, cause, results(self.rounds, self.target))
+        write_summary(self.folder, status, cause, results(self.rounds, self.task))
 
 
-def results(rounds: Sequence[Mapping[str, Any]], target: str) -> dict[str, Any]:
+def results(rounds: Sequence[Mapping[str, Any]], task: Task) -> dict[str, Any]:
     """What the summary says of the rounds: how many, how long, the last and the best evaluated one."""
-    evaluated = [line for line in rounds if line.get(target) is not None]
+    evaluated = [line for line in rounds if line.get(task.target) is not None]
+    sign = 1 if task.higher_is_better else -1
     return {
         "rounds": len(rounds),
         "seconds": rounds[-1]["seconds"] if rounds else 0.0,
         "final": evaluated[-1] if evaluated else None,
-        "best": max(evaluated, key=lambda line: line[target]) if evaluated else None,
+        "best": max(evaluated, key=lambda line: sign * line[task.target]) if evaluated else None,
     }
 
 

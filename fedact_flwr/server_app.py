@@ -21,8 +21,8 @@ from strategies.seeds import derive_seed
 from strategies.wire import Vectors
 from tasks import TASKS
 from tasks.blocks import parameter_blocks
-from tasks.images import BadData
 from tasks.split import ImpossibleSplit, label_histograms, split_indices
+from tasks.task import BadData
 
 app = ServerApp()
 
@@ -42,7 +42,7 @@ def run(settings: Settings, grid: Grid) -> None:
     device = prepare_device(settings.device, settings.threads)
     if note := CLIENT_METHODS[settings.method].note(settings):
         log(WARNING, note)
-    with RunRecord(settings, task.target) as record:
+    with RunRecord(settings, task) as record:
         log(INFO, "record: %s", record.folder)
         record.write_clients(client_labels(settings))
         model = task.make_model(derive_seed(settings.seed, "model")).to(device)
@@ -98,6 +98,7 @@ def check(settings: Settings) -> None:
         )
     try:
         prepare_device(settings.device, settings.threads)
+        TASKS[settings.task].configured(settings).check()
         client_labels(settings)
     except (UnavailableDevice, ImpossibleSplit) as error:
         raise SettingsError(str(error)) from None
@@ -108,7 +109,7 @@ def check(settings: Settings) -> None:
 def client_labels(settings: Settings) -> NDArray:
     """How many examples of each class each client has, shape (clients, classes).
 
-    Raises `tasks.images.BadData` and `tasks.split.ImpossibleSplit`.
+    Raises `tasks.task.BadData` and `tasks.split.ImpossibleSplit`.
     """
     labels = TASKS[settings.task].configured(settings).train_labels()
     return label_histograms(split_indices(settings, labels, derive_seed(settings.seed, "split")), labels)

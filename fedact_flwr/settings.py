@@ -15,6 +15,7 @@ from clients.settings import LocalSettings
 from strategies import STRATEGIES, ServerSettings
 from tasks import TASKS, TaskSettings
 from tasks.split import SplitSettings
+from tasks.task import ANY_MODEL
 
 PROJECT = Path(__file__).resolve().parent.parent
 AUTO = "auto"
@@ -171,10 +172,9 @@ def _hint(given: str, names: Sequence[str]) -> str:
 
 def _check_together(s: Settings) -> None:
     """What one setting allows given another."""
-    if s.model not in TASKS[s.task].models:
-        raise SettingsError(
-            f"model = {s.model!r}: allowed with task = {s.task!r} is one of {', '.join(TASKS[s.task].models)}"
-        )
+    models = TASKS[s.task].models
+    if s.model not in models and ANY_MODEL not in models:
+        raise SettingsError(f"model = {s.model!r}: allowed with task = {s.task!r} is one of {', '.join(models)}")
     if s.clients_per_round > s.clients:
         raise SettingsError(
             f"clients_per_round = {s.clients_per_round}: allowed is 1 to {s.clients}, the number of clients"

@@ -8,21 +8,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tasks.classification import cross_entropy, loss_and_accuracy
-from tasks.task import Defaults, Examples, TaskSettings
+from tasks.task import Defaults, Examples, Task
 from tasks.vit import ViT
 
 TEST_SHARE = 0.2
 
 
-class Digits:
+class Digits(Task):
     """A small ViT on the optical digits of UCI (Alpaydin and Kaynak 1998), 1,437 to train and 360 to test.
 
     The test set is one fifth of each class, the same in every run whatever its seed.
     """
 
     summary = "scikit-learn's handwritten digits, 8x8 grey, 10 classes; ViT of 2 blocks, width 48"
-    target = "accuracy"
-    requires: Sequence[str] = ()
     models: Sequence[str] = ("vit",)
     defaults: Mapping[str, Defaults] = {
         "adamw": {"lr": 3e-3, "weight_decay": 0.01},
@@ -40,9 +38,6 @@ class Digits:
         parts = train_test_split(images, labels, test_size=TEST_SHARE, stratify=labels, random_state=0)
         train_images, test_images, train_labels, test_labels = parts
         return {"train": (train_images, train_labels), "test": (test_images, test_labels)}
-
-    def configured(self, settings: TaskSettings) -> "Digits":
-        return self
 
     def train_labels(self) -> NDArray:
         return self._data["train"][1]

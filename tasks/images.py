@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.task import BadData
+
 IDX_TYPE_UINT8 = 8
-
-
-class BadData(ValueError):
-    """The data can't be read as what it should be; the message says what is wrong, and where."""
 
 
 @dataclass(frozen=True)

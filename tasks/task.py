@@ -1,12 +1,19 @@
-"""What a task offers: data, a model, a loss and metrics. Write one as a class with these members and name it in
-`tasks.TASKS`; docs/add-a-task.md shows one in full."""
+"""What a task offers: data, a model, a loss and metrics.
 
+Write one as a subclass of `Task` and name it in `tasks.TASKS`; docs/add-a-task.md shows one in full.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, Protocol, TypedDict
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypedDict
 
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from safetensors.torch import save_model
 from torch import Tensor, nn
+
+MODEL_FILE = "model.safetensors"
 
 # Tensors by name, e.g. {"image": (n, 1, 8, 8), "label": (n,)}; their first dimension counts the examples.
 Examples = Mapping[str, Tensor]
@@ -39,32 +46,63 @@ class TaskSettings(BaseModel):
     swin_depths: Annotated[str, Field(pattern=r"^[1-9]\d*(,[1-9]\d*)*$")]
 
 
-class Task(Protocol):
+class BadData(ValueError):
+    """The data, or a file beside it, can't be read as what it should be; the message says what is wrong, and where."""
+
+
+# As the last of `Task.models`: any folder or name on the Hugging Face hub is a model too.
+ANY_MODEL = "a folder or hub name"
+
+
+class Task(ABC):
     """One data set with the model that learns it. Everything here is a pure function of its arguments."""
 
     summary: str  # one line for people
-    target: str  # the metric that ranks models, e.g. "accuracy"; higher is better
-    requires: Sequence[str]  # packages that it imports and not every installation has
+    target: str = "accuracy"  # the metric that ranks models
+    higher_is_better: bool = True  # of the target
+    requires: Sequence[str] = ()  # packages that it imports and not every installation has
     models: Sequence[str]  # the names that the setting ``model`` allows; "auto" is the first
     defaults: Mapping[str, Defaults]  # by family of the local optimizer, all three; a method's name goes before it
 
-    def configured(self, settings: TaskSettings) -> "Task":
+    def configured(self, settings: TaskSettings) -> Self:
         """This task as the settings say; itself where none concerns it."""
+        return self
 
+    def check(self) -> None:
+        """Raise `BadData` for what would fail in a run: wrong data, and more where a task overrides this."""
+        self.train_labels()
+
+    @abstractmethod
     def train_labels(self) -> NDArray:
         """The class of each training example, shape (n,), int64: what a split goes by."""
 
+    @abstractmethod
     def train_examples(self, indices: NDArray) -> Examples:
         """The training examples at ``indices``, on the CPU."""
 
+    @abstractmethod
     def test_examples(self) -> Examples:
         """The held-out examples of the global evaluation, on the CPU."""
 
+    @abstractmethod
     def make_model(self, seed: int) -> nn.Module:
-        """A freshly initialised model, float32 on the CPU."""
+        """A freshly initialised model on the CPU; what trains is float32.
 
+        It may be an object that was returned before: whoever uses one loads its state first.
+        """
+
+    @abstractmethod
     def loss(self, model: nn.Module, batch: Examples) -> Tensor:
         """The mean training loss over the batch, a scalar."""
 
+    def terms(self, batch: Examples) -> int:
+        """How many terms the mean of ``loss`` has; the examples, unless it is over something else, such as tokens."""
+        return len(next(iter(batch.values())))
+
+    @abstractmethod
     def evaluate(self, model: nn.Module, examples: Examples) -> dict[str, float]:
         """Means over all examples: ``loss`` and further metrics, ``target`` among them. Model in eval mode."""
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Write the final model to ``folder``, a run's record, for others to load."""
+        save_model(model, str(folder / MODEL_FILE))

@@ -14,21 +14,19 @@ from tasks.augment import crop_and_flip
 from tasks.classification import loss_and_accuracy
 from tasks.images import Images, ImageSpec, load_images
 from tasks.models import IMAGE_MODELS, make_image_model
-from tasks.task import Defaults, Examples, TaskSettings
+from tasks.task import Defaults, Examples, Task, TaskSettings
 
 
-class ImageTask:
+class ImageTask(Task):
     """Classification of the images of ``spec``.
 
     Examples are {"image": uint8 (n, channels, height, width), "label": int64 (n,)}: bytes, so that a client's data
     stays on its device. Normalisation, and in training crops and flips, happen there when a batch is used.
     """
 
-    summary: str
     spec: ClassVar[ImageSpec]
     mean: ClassVar[tuple[float, ...]]  # of each channel over the training images, in [0, 1]
     std: ClassVar[tuple[float, ...]]
-    target = "accuracy"
     requires: Sequence[str] = ("PIL", "torchvision")
     models: Sequence[str] = tuple(IMAGE_MODELS)
     defaults: Mapping[str, Defaults] = {  # the paper's

@@ -33,7 +33,7 @@ from fedact_flwr.settings import Settings, dump
 from strategies import STRATEGIES, FederatedStrategy, wire
 from tasks import TASKS
 from tasks.blocks import parameter_blocks
-from tasks.task import Defaults, Examples, TaskSettings
+from tasks.task import Defaults, Examples, Task
 
 MakeSettings = Callable[..., Settings]
 
@@ -58,12 +58,10 @@ UNUSUAL = {
 SIZES = (1, 7, 40)  # examples of three clients
 
 
-class Toy:
+class Toy(Task):
     """Whether the first of three numbers is positive, for a head-split attention over the three."""
 
     summary = "a toy"
-    target = "accuracy"
-    requires: Sequence[str] = ()
     models: Sequence[str] = ("attention",)
     defaults: Mapping[str, Defaults] = {
         "adamw": {"lr": 0.05, "weight_decay": 0.01},
@@ -71,9 +69,6 @@ class Toy:
         "sgd": {"lr": 0.5, "weight_decay": 0.001},
         "fedadam": {"server_lr": 0.1},
     }
-
-    def configured(self, settings: TaskSettings) -> "Toy":
-        return self
 
     def train_labels(self) -> NDArray:
         return self.examples(0, sum(SIZES))["label"].numpy()

@@ -37,6 +37,9 @@ class Toy(nn.Module):
 
 
 class ToyTask:
+    def terms(self, batch: Examples) -> int:
+        return len(batch["x"])
+
     def loss(self, model: nn.Module, batch: Examples) -> Tensor:
         return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
@@ -150,6 +153,42 @@ def test_clipping_comes_before_the_moments(make_settings: MakeSettings) -> None:
     returned, _, _ = make_client(make_settings(clip_norm=1e-3, local_steps=1)).fit(*message_for("fedact"))
     squared_norm = sum(v.sum() for v in returned[wire.SECOND_MOMENT].values()) / 0.001  # v = (1 - b2) g g
     assert squared_norm == pytest.approx(1e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 4, 5, 9])
+def test_micro_batches_give_the_gradient_of_the_whole_batch(size: int) -> None:
+    """Loss sum(w x^2) / sum(w) over five examples of 1 to 5 terms w: its mean is not the mean of its parts' means.
+
+    With w = 1, 2, 3, 4, 5 and x = 1, 0, 2, 1, 3 times p = 1: loss (1 + 0 + 12 + 4 + 45) / 15, gradient twice that.
+    """
+    examples = {"x": torch.tensor([1.0, 0.0, 2.0, 1.0, 3.0], dtype=torch.float64), "w": torch.arange(1, 6)}
+    model = nn.ParameterList([nn.Parameter(torch.ones((), dtype=torch.float64))])
+    seen = []
+
+    def loss(net: nn.Module, batch: Examples) -> Tensor:
+        seen.append(len(batch["x"]))
+        return (batch["w"] * (next(net.parameters()) * batch["x"]) ** 2).sum() / batch["w"].sum()
+
+    value = train(
+        model,
+        loss,
+        iter([examples]),
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        steps=1,
+        micro_batch_size=size,
+        terms=lambda batch: int(batch["w"].sum()),
+    )
+    assert value == pytest.approx(62 / 15, rel=1e-6)
+    assert 1.0 - model[0].item() == pytest.approx(124 / 15, rel=1e-12)
+    assert max(seen) <= (size or 5)
+
+
+def test_micro_batches_are_a_setting(make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    original = ToyTask.loss
+    monkeypatch.setattr(ToyTask, "loss", lambda self, m, b: sizes.append(len(b["x"])) or original(self, m, b))
+    make_client(make_settings(batch_size=8, micro_batch_size=3, local_steps=2)).fit(*message_for("fedact"))
+    assert sizes == [3, 3, 2, 3, 3, 2]
 
 
 def test_evaluate_uses_the_held_out_examples(make_settings: MakeSettings) -> None:

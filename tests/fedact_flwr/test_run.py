@@ -209,7 +209,7 @@ def test_a_failed_run_raises_and_says_so_in_its_record(
 
 def test_interruption_is_in_the_record(make_settings: MakeSettings) -> None:
     settings = make_settings(**SMALL)
-    with pytest.raises(KeyboardInterrupt), RunRecord(settings, "accuracy") as record:
+    with pytest.raises(KeyboardInterrupt), RunRecord(settings, TASKS["digits"]) as record:
         raise KeyboardInterrupt
     assert json.loads((record.folder / "summary.json").read_text())["status"] == "interrupted"
 
@@ -225,12 +225,12 @@ def test_a_record_is_never_overwritten(make_settings: MakeSettings) -> None:
 
 def test_automatic_names_never_collide(make_settings: MakeSettings) -> None:
     settings = make_settings()
-    folders = [RunRecord(settings, "accuracy").folder for _ in range(3)]
+    folders = [RunRecord(settings, TASKS["digits"]).folder for _ in range(3)]
     assert len(set(folders)) == 3
 
 
 def test_values_that_are_not_finite_are_null(make_settings: MakeSettings) -> None:
-    with RunRecord(make_settings(**SMALL), "accuracy") as record:
+    with RunRecord(make_settings(**SMALL), TASKS["digits"]) as record:
         record.write_round({"round": 1, "loss": float("nan"), "accuracy": 0.5})
     assert rounds_of(record.folder)[0]["loss"] is None
 

@@ -14,7 +14,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from tasks.images import BadData, ImageSpec, load_images
+from tasks.images import ImageSpec, load_images
+from tasks.task import BadData
 from tasks.vision import Cifar10, Cifar100, FashionMnist, TinyImageNet
 
 GENERATOR = np.random.default_rng(0)
