@@ -1,4 +1,4 @@
-"""Runs for the accuracy benchmarks: in-process, one torch thread each, several at a time, none twice."""
+"""Runs for the accuracy benchmarks: in-process, one torch thread each, several at a time, those completed not again."""
 
 import logging
 import multiprocessing

@@ -20,6 +20,7 @@ from clients.settings import LocalSettings
 from clients.state import ClientState
 from clients.training import batches, num_examples, train
 from strategies import wire
+from strategies.seeds import derive_seed
 from strategies.wire import Vectors
 from tasks.task import Examples, Task
 
@@ -63,7 +64,8 @@ class FedClient(NumPyClient):
         """
         started = time.perf_counter()
         settings, method = self.settings, CLIENT_METHODS[self.settings.method]
-        torch.manual_seed(config[wire.SEED])  # for models that draw while training, e.g. dropout
+        # for what draws while training, e.g. crops and dropout: not the numbers that order the data
+        torch.manual_seed(derive_seed(config[wire.SEED], "draws"))
         load_state(self.model, parameters[wire.MODEL])
         trainable = dict(trainable_parameters(self.model))
         n = num_examples(self.examples)

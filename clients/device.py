@@ -1,6 +1,7 @@
 """The device that training and evaluation run on, set up so that a run repeats to the bit."""
 
 import os
+import shlex
 import shutil
 import sys
 from importlib.util import find_spec
@@ -39,7 +40,7 @@ def require_compiler(device: str) -> None:
             "compile = true: on CUDA it needs the package triton, which is not here; allowed is false"
         )
     variable, usual = ("CC", "gcc") if device == "cuda" else ("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    compiler = os.environ.get(variable, usual)
+    compiler = shlex.split(os.environ.get(variable, usual))[0]  # it may be "ccache g++"
     if device != "mps" and shutil.which(compiler) is None:
         raise UnavailableDevice(
             f"compile = true: it needs a compiler, and {compiler!r} is not here; allowed is false, or the environment "

@@ -63,10 +63,11 @@ def batches(examples: Examples, batch_size: int, generator: torch.Generator) -> 
     """
     n = num_examples(examples)
     size = min(batch_size, n)
-    order = torch.empty(0, dtype=torch.int64)
+    device = next(iter(examples.values())).device
+    order = torch.empty(0, dtype=torch.int64, device=device)
     while True:
         if len(order) < size:
-            order = torch.cat([order, torch.randperm(n, generator=generator)])
+            order = torch.cat([order, torch.randperm(n, generator=generator).to(device)])
         yield take(examples, order[:size])
         order = order[size:]
 
@@ -79,4 +80,5 @@ def _micro_batches(batch: Examples, size: int) -> Sequence[Examples]:
 
 
 def take(examples: Examples, index: Tensor) -> Examples:
-    return {name: tensor[index.to(tensor.device)] for name, tensor in examples.items()}
+    index = index.to(next(iter(examples.values())).device)
+    return {name: tensor[index] for name, tensor in examples.items()}

@@ -25,7 +25,7 @@ from fedact_flwr.settings import (
     AUTO,
     Settings,
     SettingsError,
-    check_method_settings,
+    check_own_settings,
     dump,
     method_settings,
     parse,
@@ -118,7 +118,7 @@ def print_settings(files: Files = None, overrides: Overrides = None) -> None:
     """Print all settings of a run as a file that `flwr run . --run-config FILE` takes."""
     try:
         settings = read_settings(files or [], overrides or [])
-        check_method_settings(settings)
+        check_own_settings(settings)
     except SettingsError as error:
         _fail(str(error), BAD_SETTINGS)
     typer.echo(tomli_w.dumps(dump(settings)), nl=False)

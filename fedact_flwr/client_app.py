@@ -62,19 +62,18 @@ class _Workplace:
         self.settings = settings
         self.task = TASKS[settings.task].configured(settings)
         self.parts = split_indices(settings, self.task.train_labels(), derive_seed(settings.seed, "split"))
-        device = prepare_device(settings.device, settings.threads)
-        self.model = self.task.make_model(seed=0).to(device)  # overwritten by each message
+        self.device = prepare_device(settings.device, settings.threads)
+        self.model = self.task.make_model(seed=0).to(self.device)  # overwritten by each message
         if settings.compile:
-            require_compiler(device.type)
+            require_compiler(self.device.type)
             self.model.compile()  # in place: the names of its parameters stay, and all clients share what was compiled
         self.clients: dict[int, FedClient] = {}
 
     def client(self, partition: int) -> FedClient:
         if partition not in self.clients:
             settings = self.settings
-            device = prepare_device(settings.device, settings.threads)
             examples = self.task.train_examples(self.parts[partition])
-            examples = {name: tensor.to(device) for name, tensor in examples.items()}
+            examples = {name: tensor.to(self.device) for name, tensor in examples.items()}
             n = num_examples(examples)
             kept = min(n - 1, max(1, round(settings.holdout * n))) if settings.holdout else 0
             generator = torch.Generator().manual_seed(derive_seed(settings.seed, partition, "holdout"))

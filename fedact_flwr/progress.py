@@ -80,6 +80,9 @@ class Follow:
                 self._show(self.lines[-1])
 
     def _show(self, line: dict[str, Any]) -> None:
+        for failure in line.get("failed", ()):
+            text = f"round {line['round']}, {failure}"
+            self.console.print(text, style="yellow", highlight=False, soft_wrap=True, markup=False)
         parts = [f"{key} {_number(line[key])}" for key in (self.target, "loss", "train_loss") if key in line]
         if line["failures"]:
             parts.append(f"{line['failures']} failed")

@@ -92,9 +92,11 @@ class RunRecord:
         ]
         (self.folder / CLIENTS_FILE).write_text("[\n" + ",\n".join(rows) + "\n]\n")
 
-    def write_round(self, metrics: Mapping[str, float]) -> None:
-        """One line; a value that is not finite becomes null."""
-        line = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+    def write_round(self, metrics: Mapping[str, float], failed: Sequence[str] = ()) -> None:
+        """One line; a value that is not finite becomes null. ``failed`` says of each failed client why."""
+        line: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        if failed:
+            line["failed"] = list(failed)
         line["seconds"] = round(time.monotonic() - self._started, 3)  # since the run began
         self.rounds.append(line)
         self._lines.write(json.dumps(line) + "\n")

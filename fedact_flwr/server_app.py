@@ -15,7 +15,7 @@ from clients.device import UnavailableDevice, prepare_device
 from clients.diagnostics import direction_consistency
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.record import RunRecord
-from fedact_flwr.settings import Settings, SettingsError, check_method_settings, parse
+from fedact_flwr.settings import Settings, SettingsError, check_own_settings, parse
 from strategies import STRATEGIES, RunFailed, wire
 from strategies.seeds import derive_seed
 from strategies.wire import Vectors
@@ -66,7 +66,7 @@ def run(settings: Settings, grid: Grid) -> None:
             if server_round % settings.evaluate_every == 0 or server_round == settings.rounds:
                 load_state(model, strategy.model)
                 metrics = task.evaluate(model, test)
-            record.write_round(strategy.round_metrics | metrics)
+            record.write_round(strategy.round_metrics | metrics, strategy.failed)
             return MetricRecord(dict(metrics)) if metrics else None
 
         try:
@@ -78,7 +78,7 @@ def run(settings: Settings, grid: Grid) -> None:
                 evaluate_fn=end_round,
             )
         except RunFailed:
-            record.write_round(strategy.round_metrics)  # of the round that was one too many
+            record.write_round(strategy.round_metrics, strategy.failed)  # of the round that was one too many
             raise
         finally:
             if strategy.model:  # of a run that was cut short, the model of its last good round
@@ -88,7 +88,7 @@ def run(settings: Settings, grid: Grid) -> None:
 
 def check(settings: Settings) -> None:
     """What only the machine and the data can tell about the settings. Raises `SettingsError`."""
-    check_method_settings(settings)
+    check_own_settings(settings)
     if settings.tensorboard and find_spec("tensorboard") is None:
         raise SettingsError("tensorboard = true: the package tensorboard is not installed; allowed is false")
     if missing := [package for package in TASKS[settings.task].requires if find_spec(package) is None]:

@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -143,22 +143,31 @@ def method_settings(method: str, local_optimizer: str = AUTO) -> tuple[str, ...]
     return (*CLIENT_METHODS[method].settings_with(local_optimizer), *STRATEGIES[method].settings_used)
 
 
-def check_method_settings(settings: Settings) -> None:
-    """Refuse what was set for another method: it would have no effect. Raises `SettingsError`."""
-    own = method_settings(settings.method, settings.local_optimizer)
-    anybodys = {key for m in STRATEGIES for optimizer in LOCAL_OPTIMIZERS for key in method_settings(m, optimizer)}
+def check_own_settings(settings: Settings) -> None:
+    """Refuse what was set for another method or task: it would have no effect. Raises `SettingsError`."""
+    optimizers = (AUTO, *LOCAL_OPTIMIZERS)
+    methods = {m: {key for o in optimizers for key in method_settings(m, o)} for m in STRATEGIES}
+    who, own = settings.method, method_settings(settings.method, settings.local_optimizer)
+    if "local_optimizer" in own:
+        who += f" with local_optimizer = {settings.local_optimizer!r}"
+    _refuse_foreign(settings, who, own, "methods", methods)
+    tasks = {name: set(task.settings_used) for name, task in TASKS.items()}
+    _refuse_foreign(settings, settings.task, TASKS[settings.task].settings_used, "tasks", tasks)
+
+
+def _refuse_foreign(
+    settings: Settings, who: str, own: Sequence[str], kind: str, owners: Mapping[str, Collection[str]]
+) -> None:
+    """Refuse a setting that only others of ``kind`` have and that is not at its default. ``owners`` have which ones."""
     defaults = read_defaults()
     config, untouched = dump(settings), dump(parse(defaults | {"task": settings.task, "method": settings.method}))
-    for key in sorted(anybodys - set(own)):
+    for key in sorted(set().union(*owners.values()) - set(own)):
         if config[key] != untouched[key]:
-            owners = [m for m in STRATEGIES if any(key in method_settings(m, o) for o in (AUTO, *LOCAL_OPTIMIZERS))]
-            who = settings.method
-            if "local_optimizer" in own:
-                who += f" with local_optimizer = {settings.local_optimizer!r}"
             raise SettingsError(
                 f"{key} = {config[key]!r}: {who} has no such setting{_hint(key, own)}; "
-                f"allowed is the default, {defaults[key]!r}; methods with it: {', '.join(owners)}; "
-                f"this method's own are {', '.join(own) or 'none'}"
+                f"allowed is the default, {defaults[key]!r}; "
+                f"{kind} with it: {', '.join(name for name, keys in owners.items() if key in keys)}; "
+                f"its own are {', '.join(own) or 'none'}"
             )
 
 
@@ -207,8 +216,10 @@ def _allowed(field: FieldInfo) -> str:
         kind, bounds = get_args(inner)[0], get_args(inner)[1:]
     else:
         bounds = tuple(field.metadata)
+    if any(getattr(bound, "pattern", None) for bound in bounds):
+        return field.description or "a string"
     words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[kind]
-    signs = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    signs = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most", "multiple_of": "a multiple of"}
     limits = [
         f"{word} {getattr(bound, sign):g}"
         for bound in bounds

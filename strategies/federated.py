@@ -130,7 +130,7 @@ class FederatedStrategy(Strategy):
         self._asked: list[tuple[Message, int]] = []  # this round's messages and their partitions
         self._arrays: ArrayRecord | None = None  # the record that `model` was read from or written to
         self._num_asked = 0
-        self._last_failure = "no node answered"
+        self.failed: list[str] = []  # of the round: partition and node of each client that failed, and why
 
     # ---- the method's half
 
@@ -163,6 +163,7 @@ class FederatedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         self.round_metrics = {"round": server_round, "lr": self.settings.learning_rate(server_round)}
+        self.failed = []
         self._adopt(arrays)
         state = {name: wire.to_record(self.state[name]) for name in self.broadcast}
         return self._ask(MessageType.TRAIN, server_round, {wire.MODEL: arrays, **state}, grid)
@@ -307,8 +308,8 @@ class FederatedStrategy(Strategy):
                 except BadReply as reason:
                     failure = f"reply refused: {reason}"
             if failure:
-                self._last_failure = f"partition {partition}, node {message.metadata.dst_node_id}: {failure}"
-                log(WARNING, "round %s, %s", message.metadata.group_id, self._last_failure)
+                self.failed.append(f"partition {partition}, node {message.metadata.dst_node_id}: {failure}")
+                log(WARNING, "round %s, %s", message.metadata.group_id, self.failed[-1])
         self._asked = []
         return good
 
@@ -324,9 +325,10 @@ class FederatedStrategy(Strategy):
         reason = f"round {server_round}: {replies} good replies, min_replies = {self.settings.min_replies}"
         log(ERROR, "%s; the model stays as it is", reason)
         if self.failed_in_a_row >= min(self.settings.max_failed_rounds, self.settings.rounds):
+            last_failure = self.failed[-1] if self.failed else "no node answered"
             raise RunFailed(
                 f"{reason}; {self.failed_in_a_row} failed rounds in a row, "
-                f"max_failed_rounds = {self.settings.max_failed_rounds}; the last failure: {self._last_failure}"
+                f"max_failed_rounds = {self.settings.max_failed_rounds}; the last failure: {last_failure}"
             )
 
     def _weights(self, num_examples: Sequence[float]) -> list[float]:

@@ -13,9 +13,8 @@ from tasks.vit import ViT
 
 # From the side of an image, its channels, the number of classes and the settings.
 IMAGE_MODELS: dict[str, Callable[[int, int, int, TaskSettings], nn.Module]] = {
-    # 8 x 8 patches whatever the image's size: side 4 at 32 x 32, 8 at 64 x 64
     "vit_tiny": lambda size, channels, classes, s: ViT(
-        size, size // 8, channels, classes, width=192, depth=s.vit_depth, heads=3, mlp=768
+        size, 8 if size == 64 else 4, channels, classes, width=192, depth=s.vit_depth, heads=3, mlp=768
     ),
     "swin_lite": lambda size, channels, classes, s: swin_lite(
         size, channels, classes, s.swin_width, tuple(int(depth) for depth in s.swin_depths.split(","))

@@ -10,7 +10,7 @@ def swin_lite(size: int, channels: int, classes: int, width: int, depths: tuple[
     """torchvision's Swin with patches of 2, windows of 4 and heads of width 16, untrained, without stochastic depth.
 
     The FedACT paper compares a "Swin-Lite" whose shape it does not give; this one is the choice made here. Each stage
-    but the first halves the side and doubles the width, so ``size / 2`` must be a multiple of 4 in the first stage.
+    but the first halves the side and doubles the width; windows are padded where they don't fit.
     """
     from torchvision.models import SwinTransformer
 

@@ -43,7 +43,9 @@ class TaskSettings(BaseModel):
     augment: bool
     vit_depth: PositiveInt
     swin_width: Annotated[int, Field(gt=0, multiple_of=16)]
-    swin_depths: Annotated[str, Field(pattern=r"^[1-9]\d*(,[1-9]\d*)*$")]
+    swin_depths: Annotated[
+        str, Field(pattern=r"^[1-9]\d*(,[1-9]\d*)*$", description="whole numbers above 0 with commas between")
+    ]
 
 
 class BadData(ValueError):
@@ -54,6 +56,12 @@ class BadData(ValueError):
 ANY_MODEL = "a folder or hub name"
 
 
+def first_line(error: BaseException) -> str:
+    """What a library's error says, for a message of one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 class Task(ABC):
     """One data set with the model that learns it. Everything here is a pure function of its arguments."""
 
@@ -61,6 +69,7 @@ class Task(ABC):
     target: str = "accuracy"  # the metric that ranks models
     higher_is_better: bool = True  # of the target
     requires: Sequence[str] = ()  # packages that it imports and not every installation has
+    settings_used: Sequence[str] = ()  # those of `TaskSettings`, but for model, that concern it
     models: Sequence[str]  # the names that the setting ``model`` allows; "auto" is the first
     defaults: Mapping[str, Defaults]  # by family of the local optimizer, all three; a method's name goes before it
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import lru_cache
 from typing import ClassVar, Self
 
 import numpy as np
@@ -28,6 +29,7 @@ class ImageTask(Task):
     mean: ClassVar[tuple[float, ...]]  # of each channel over the training images, in [0, 1]
     std: ClassVar[tuple[float, ...]]
     requires: Sequence[str] = ("PIL", "torchvision")
+    settings_used: Sequence[str] = ("data", "augment", "vit_depth", "swin_width", "swin_depths")
     models: Sequence[str] = tuple(IMAGE_MODELS)
     defaults: Mapping[str, Defaults] = {  # the paper's
         "adamw": {"lr": 3e-4, "weight_decay": 0.01},
@@ -41,6 +43,10 @@ class ImageTask(Task):
         task = copy(self)
         task.settings = settings
         return task
+
+    def check(self) -> None:
+        self._images(train=True)
+        self._images(train=False)
 
     def train_labels(self) -> NDArray:
         return self._images(train=True).labels
@@ -68,8 +74,14 @@ class ImageTask(Task):
         return loss_and_accuracy(model, examples, self._normalised)
 
     def _normalised(self, images: Tensor) -> Tensor:
-        mean, std = (torch.tensor(v, device=images.device)[:, None, None] for v in (self.mean, self.std))
+        mean, std = _per_channel(self.mean, images.device), _per_channel(self.std, images.device)
         return (images / 255 - mean) / std
+
+
+@lru_cache
+def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """On the device once: a copy in each step would wait for it."""
+    return torch.tensor(values, device=device)[:, None, None]
 
 
 def _examples(images: Images, indices: NDArray) -> Examples:
@@ -98,7 +110,7 @@ class FashionMnist(ImageTask):
     summary = "Fashion-MNIST, 28x28 grey, 10 classes, 60,000 + 10,000 images"
     spec = ImageSpec("zalando-datasets/fashion_mnist", "image", "label", ("train", "test"), (1, 28, 28), 10)
     mean, std = (0.2860,), (0.3530,)
-    models: Sequence[str] = ("small_vit", "small_cnn", "resnet18")
+    models: Sequence[str] = ("small_vit", "small_cnn", "vit_tiny", "swin_lite", "resnet18")
     defaults: Mapping[str, Defaults] = {
         **ImageTask.defaults,
         "adamw": {"lr": 1e-3, "weight_decay": 0.01},

@@ -191,6 +191,22 @@ def test_micro_batches_are_a_setting(make_settings: MakeSettings, monkeypatch: p
     assert sizes == [3, 3, 2, 3, 3, 2]
 
 
+def test_what_draws_while_training_does_not_follow_the_order_of_the_data(make_settings: MakeSettings) -> None:
+    """The same numbers for both would tie an image's crop to its place in the data."""
+    drawn = []
+
+    class Drawing(ToyTask):
+        def loss(self, model: nn.Module, batch: Examples) -> Tensor:
+            drawn.append(torch.rand(4))
+            return super().loss(model, batch)
+
+    client = FedClient(Drawing(), toy_model(), toy_examples(), toy_examples(), make_settings(local_steps=1))  # type: ignore[arg-type]
+    for _ in range(2):
+        client.fit(*message_for("fedact"))
+    assert (drawn[0] == drawn[1]).all()
+    assert (drawn[0] != torch.rand(4, generator=torch.Generator().manual_seed(11))).all()
+
+
 def test_evaluate_uses_the_held_out_examples(make_settings: MakeSettings) -> None:
     loss, n, metrics = make_client(make_settings()).evaluate(*message_for("fedact"))
     assert n == metrics[wire.NUM_EXAMPLES] == 8

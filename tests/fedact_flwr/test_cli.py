@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from fedact_flwr.cli import app, read_settings
@@ -133,6 +135,25 @@ def test_a_failed_run_exits_1_with_the_cause(tmp_path: Path, monkeypatch: pytest
     assert code == 1
     assert "error: the run failed: RunFailed: round 1: 0 good replies" in output
     assert "no more memory" in output
+
+
+def test_a_client_that_fails_is_shown_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One image of another size: found when its client decodes it. The others train."""
+    for i in range(60):
+        (tmp_path / "data" / "train" / str(i % 2)).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / "test" / str(i % 2)).mkdir(parents=True, exist_ok=True)
+        image = Image.new("L", (28, 27 if i == 7 else 28), color=200 * (i % 2))
+        image.save(tmp_path / "data" / "train" / str(i % 2) / f"{i:02}.png")
+        Image.new("L", (28, 28)).save(tmp_path / "data" / "test" / str(i % 2) / "0.png")
+    code, output = fedact(
+        "run", "--engine", "inprocess", *sets(*SMALL, f"output={tmp_path}", "clients_per_round=3", "rounds=1"),
+        *sets("task=fashion_mnist", "model=small_cnn", f"data={tmp_path / 'data'}", "split=iid"),
+    )  # fmt: skip
+    assert code == 0, output
+    assert re.search(
+        r"round 1, partition \d, node \d: the client failed: .*07\.png has 28 x 27 pixels, not 28 x 28", output
+    )
+    assert "1 failed" in output
 
 
 def test_a_run_in_which_no_round_was_good_has_failed(tmp_path: Path) -> None:

@@ -166,6 +166,10 @@ def test_a_client_whose_state_is_lost_is_named_and_left_out(
     server_app.run(settings, Losing(client_app, 4, dump(settings)))
     assert [line["failures"] for line in rounds_of(Path(settings.output) / "run")] == [0, 1, 1]
     assert "partition 2 can't go on without what it kept in round 1" in caplog.text
+    failed = [line.get("failed", []) for line in rounds_of(Path(settings.output) / "run")]
+    assert list(map(len, failed)) == [0, 1, 1]
+    assert failed[1][0].startswith("partition 2, node ")
+    assert "kept in round 1" in failed[1][0]
 
 
 def test_diagnostics_and_evaluation_off(make_settings: MakeSettings) -> None:

@@ -10,7 +10,7 @@ from fedact_flwr.settings import (
     PROJECT,
     Settings,
     SettingsError,
-    check_method_settings,
+    check_own_settings,
     dump,
     parse,
     read_defaults,
@@ -72,14 +72,14 @@ def test_auto_takes_the_tasks_value_for_the_methods_family() -> None:
 
 def test_settings_of_other_methods_are_refused() -> None:
     for method in STRATEGIES:
-        check_method_settings(parse(DEFAULTS | {"method": method}))
-    check_method_settings(parse(DEFAULTS | {"method": "fedact", "gamma": 0.1}))
+        check_own_settings(parse(DEFAULTS | {"method": method}))
+    check_own_settings(parse(DEFAULTS | {"method": "fedact", "gamma": 0.1}))
     with pytest.raises(
         SettingsError, match=r"mu = 0\.5: fedact has no .* the default, 0\.01; methods with it: fedprox;"
     ):
-        check_method_settings(parse(DEFAULTS | {"mu": 0.5}))
+        check_own_settings(parse(DEFAULTS | {"mu": 0.5}))
     with pytest.raises(SettingsError, match=r"server_beta1 = 0\.5: fedact .*did you mean beta1"):
-        check_method_settings(parse(DEFAULTS | {"server_beta1": 0.5}))
+        check_own_settings(parse(DEFAULTS | {"server_beta1": 0.5}))
 
 
 def test_a_tasks_values_for_a_method_go_before_those_for_its_family(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,22 +102,22 @@ def test_a_tasks_values_for_a_method_go_before_those_for_its_family(monkeypatch:
     assert (local_adam.lr, local_adam.weight_decay, local_adam.beta2) == (3e-4, 0.001, 0.99)
     assert (fedadam.server_lr, fedadam.lr, fedadam.beta2) == (1e-3, 0.1, 0.999)
     assert parse(DEFAULTS | {"task": "pretraining", "method": "fedlada", "lr": 0.5}).lr == 0.5
-    check_method_settings(parse(DEFAULTS | {"task": "pretraining"}))  # 0.99 is the default there
+    check_own_settings(parse(DEFAULTS | {"task": "pretraining"}))  # 0.99 is the default there
 
 
 def test_the_local_optimizer_decides_which_settings_a_method_has() -> None:
     assert parse(DEFAULTS | {"method": "scaffold"}).local_optimizer == "sgd"
     assert parse(DEFAULTS).local_optimizer == "auto"  # fedact has its own
     mgup = {"method": "scaffold", "local_optimizer": "mgup_adamw"}
-    check_method_settings(parse(DEFAULTS | mgup | {"tau": 0.2, "beta1": 0.5}))
+    check_own_settings(parse(DEFAULTS | mgup | {"tau": 0.2, "beta1": 0.5}))
     with pytest.raises(SettingsError, match=r"tau = 0\.2: scaffold with local_optimizer = 'sgd' has no such setting"):
-        check_method_settings(parse(DEFAULTS | {"method": "scaffold", "tau": 0.2}))
+        check_own_settings(parse(DEFAULTS | {"method": "scaffold", "tau": 0.2}))
     with pytest.raises(SettingsError, match=r"beta1 = 0\.5: fedavg with local_optimizer = 'sgd' has no"):
-        check_method_settings(parse(DEFAULTS | {"method": "fedavg", "beta1": 0.5}))
+        check_own_settings(parse(DEFAULTS | {"method": "fedavg", "beta1": 0.5}))
     with pytest.raises(SettingsError, match=r"local_optimizer = 'sgd': fedact has no such setting"):
-        check_method_settings(parse(DEFAULTS | {"local_optimizer": "sgd"}))
+        check_own_settings(parse(DEFAULTS | {"local_optimizer": "sgd"}))
     with pytest.raises(SettingsError, match=r"second_moment = 'block': local_adamw has no such setting"):
-        check_method_settings(parse(DEFAULTS | {"method": "local_adamw", "second_moment": "block"}))
+        check_own_settings(parse(DEFAULTS | {"method": "local_adamw", "second_moment": "block"}))
 
 
 def test_a_task_without_a_value_for_the_family_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_near_name_is_suggested() -> None:
     with pytest.raises(SettingsError, match=r"local_optimizer = 'adam_w': .*\(did you mean adamw\?\)"):
         parse(DEFAULTS | {"method": "fedavg", "local_optimizer": "adam_w"})
     with pytest.raises(SettingsError, match=r"momentum = 0\.5: fedact has no such setting; allowed"):
-        check_method_settings(parse(DEFAULTS | {"momentum": 0.5}))
+        check_own_settings(parse(DEFAULTS | {"momentum": 0.5}))
     with pytest.raises(SettingsError, match=r"method = 'scafold': .*\(did you mean scaffold\?\)"):
         parse(DEFAULTS | {"method": "scafold"})
 

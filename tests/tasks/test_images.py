@@ -1,16 +1,21 @@
 """Each format that images are read from, on small files in the true format."""
 
+import contextlib
 import gzip
 import io
 import pickle
 import struct
 import tarfile
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset, DatasetDict
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -47,7 +52,7 @@ def assert_reads(spec: ImageSpec, path: Path, train: bool, images: NDArray, labe
 
 
 def table(images: NDArray, labels: list[int], spec: ImageSpec = SMALL) -> Any:
-    from datasets import Dataset, Features, Value
+    from datasets import Features, Value
     from datasets import Image as ImageColumn
 
     columns = {spec.image: [{"bytes": png(i), "path": None} for i in images], spec.label: labels}
@@ -55,8 +60,6 @@ def table(images: NDArray, labels: list[int], spec: ImageSpec = SMALL) -> Any:
 
 
 def save_to_disk(folder: Path, train: Any, test: Any) -> None:
-    from datasets import DatasetDict
-
     DatasetDict({"train": train, "test": test}).save_to_disk(str(folder))
 
 
@@ -212,26 +215,27 @@ def test_fashion_mnists_idx_files(compress: bool, tmp_path: Path) -> None:
     assert_reads(FashionMnist.spec, tmp_path, False, images[:2], [4, 9])
 
 
-# ---- real images, and what goes wrong
+# ---- what goes wrong
 
 
 @pytest.mark.parametrize("task", [Cifar10, Cifar100])
 def test_an_archive_and_image_files_decode_to_the_same_pixels(task: Any, tmp_path: Path) -> None:
     """Red, green and blue lie one after another in the archive and beside each other in a PNG."""
-    images = colour(4, task.spec)
-    images[:, 0] = 200  # a red that no other order of channels keeps
-    for i, split in enumerate(("train", "test")):
-        write_folders(tmp_path / "folder", {f"{split}/{y}": images[2 * i + y : 2 * i + y + 1] for y in (0, 1)})
     names = [f"data_batch_{i}" for i in range(1, 6)] if task is Cifar10 else ["train"]
-    parts = np.array_split(images[:2], len(names))
-    labels = np.array_split([0, 1], len(names))
-    files = {n: (p, y.tolist()) for n, p, y in zip(names, parts, labels, strict=True)}
-    files |= {"test_batch" if task is Cifar10 else "test": (images[2:], [0, 1])}
+    n = len(names)
+    images = colour(2 * n + 2, task.spec)  # of each class n to train and one to test
+    images[:, 0] = 200  # a red that no other order of channels keeps
+    train, test, labels = images[:-2], images[-2:], [0] * n + [1] * n
+    write_folders(tmp_path / "folder", {f"train/{y}": train[y * n : (y + 1) * n] for y in (0, 1)})
+    write_folders(tmp_path / "folder", {f"test/{y}": test[y : y + 1] for y in (0, 1)})
+    files = {name: (train[2 * i : 2 * i + 2], labels[2 * i : 2 * i + 2]) for i, name in enumerate(names)}
+    files |= {"test_batch" if task is Cifar10 else "test": (test, [0, 1])}
     write_cifar(tmp_path / "cifar.tar.gz", task.spec, files, python=False)
-    for train in (True, False):
-        ours, theirs = (load_images(task.spec, str(tmp_path / p), train) for p in ("cifar.tar.gz", "folder"))
-        assert ours.labels.tolist() == theirs.labels.tolist() == [0, 1]
-        np.testing.assert_array_equal(ours.read(np.arange(2)), theirs.read(np.arange(2)))
+    for is_train, expected in ((True, labels), (False, [0, 1])):
+        ours, theirs = (load_images(task.spec, str(tmp_path / p), is_train) for p in ("cifar.tar.gz", "folder"))
+        assert ours.labels.tolist() == theirs.labels.tolist() == expected
+        every = np.arange(len(expected))
+        np.testing.assert_array_equal(ours.read(every), theirs.read(every))
 
 
 def refused(spec: ImageSpec, path: Path, message: str, train: bool = True) -> None:
@@ -266,8 +270,101 @@ def test_a_damaged_archive(tmp_path: Path) -> None:
     refused(Cifar100.spec, path, "has no train")
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_flipped_bit_of_an_archive_is_noticed_or_harmless(where: float, bit: int, tmp_path: Path) -> None:
+    """gzip's checksum is at the end, behind the last file that is looked for."""
+    path = tmp_path / "cifar.tar.gz"
+    if not path.exists():
+        black = np.zeros((2, 3, 32, 32), np.uint8)
+        write_cifar(path, Cifar100.spec, {"train": (black, [3, 5]), "test": (colour(2, Cifar100.spec), [1, 2])}, False)
+    data = bytearray(path.read_bytes())
+    data[int(where * len(data))] ^= 1 << bit
+    damaged = tmp_path / "damaged.tar.gz"
+    damaged.write_bytes(bytes(data))
+    load_images.cache_clear()
+    try:
+        images = load_images(Cifar100.spec, str(damaged), True)
+    except BadData:
+        return
+    assert images.labels.tolist() == [3, 5]
+    assert not images.read(np.arange(2)).any()
+
+
+@settings(max_examples=300, deadline=None)
+@given(where=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
+def test_a_damaged_pickle_never_does_more_than_be_refused(where: float, byte: int) -> None:
+    data = bytearray(python2_pickle(np.zeros((2, 8), np.uint8), b"labels", [3, 5]))
+    data[int(where * len(data))] = byte
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(1, 6):
+            (Path(folder) / f"data_batch_{i}").write_bytes(bytes(data))
+        load_images.cache_clear()
+        with contextlib.suppress(BadData):
+            load_images(Cifar10.spec, folder, True)
+
+
+def test_an_array_of_objects_is_refused(tmp_path: Path) -> None:
+    """Its bytes would be taken for addresses."""
+    data = python2_pickle(np.full((1, 3072), 65, np.uint8), b"labels", [0]).replace(b"u1", b"O8")
+    for i in range(1, 6):
+        (tmp_path / f"data_batch_{i}").write_bytes(data)
+    refused(Cifar10.spec, tmp_path, "data_batch_1 is damaged: its images are no array of bytes")
+
+
+def test_batches_of_other_sizes(tmp_path: Path) -> None:
+    for i, n in enumerate((2, 2, 0, 2, 2), 1):
+        (tmp_path / f"data_batch_{i}.bin").write_bytes(bytes(3073 * n))
+    refused(Cifar10.spec, tmp_path, r"data_batch_3\.bin is damaged: it has 0 images, and .*data_batch_1\.bin has 2")
+    (tmp_path / "data_batch_1.bin").write_bytes(b"")
+    refused(Cifar10.spec, tmp_path, r"data_batch_1\.bin is damaged: it has 0 images")
+
+
+def test_files_of_another_task(tmp_path: Path) -> None:
+    (tmp_path / "tiny-imagenet-200.zip").write_bytes(b"PK")
+    refused(TinyImageNet.spec, tmp_path / "tiny-imagenet-200.zip", "is a zip archive; unpack it")
+    (tmp_path / "cifar.tar.gz").write_bytes(b"")
+    refused(FashionMnist.spec, tmp_path / "cifar.tar.gz", "10 classes and 28 x 28 images of 1 channel.*tasks cifar10")
+    refused(TinyImageNet.spec, tmp_path / "cifar.tar.gz", "200 classes and 64 x 64 images")
+    (tmp_path / "cifar.tar.gz").unlink()
+    (tmp_path / "val").mkdir()
+    (tmp_path / "val" / "val_annotations.txt").write_text("")
+    refused(TinyImageNet.spec, tmp_path, "train is not there")
+
+
+@pytest.mark.parametrize("labels", [[0, None], ["a", "b"], [0.5, 1.0]])
+def test_labels_that_are_no_whole_numbers(labels: list[Any], tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"image": [{"bytes": png(x), "path": None} for x in colour(2)], "label": labels})
+    DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "data")
+    refused(SMALL, tmp_path / "data", "the column 'label' does not hold whole numbers alone")
+
+
+def test_an_image_that_is_missing(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"image": [{"bytes": png(colour(1)[0]), "path": None}, None], "label": [0, 1]})
+    DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "data")
+    refused(SMALL, tmp_path / "data", "the image of example 1 can't be decoded")
+
+
+def test_which_split_tests(tmp_path: Path) -> None:
+    """The one that the hub's copy uses, where a data set has several."""
+    rows = {name: table(colour(1), [y]) for y, name in enumerate(("train", "test", "valid"))}
+    DatasetDict(rows).save_to_disk(tmp_path / "data")
+    for split, label in (("test", 1), ("valid", 2)):
+        spec = ImageSpec("nobody/small", "image", "label", ("train", split), (3, 4, 6), 3)
+        assert load_images(spec, str(tmp_path / "data"), False).labels.tolist() == [label]
+
+
+def test_parquet_as_the_hub_converts_it(tmp_path: Path) -> None:
+    for y, split in enumerate(("train", "test")):
+        (tmp_path / "default" / split).mkdir(parents=True)
+        table(colour(1), [y]).to_parquet(tmp_path / "default" / split / "0000.parquet")
+    assert load_images(SMALL, str(tmp_path), True).labels.tolist() == [0]
+    assert load_images(SMALL, str(tmp_path), False).labels.tolist() == [1]
+
+
 def test_a_damaged_batch(tmp_path: Path) -> None:
-    (tmp_path / "data_batch_1.bin").write_bytes(bytes(3073 + 100))
+    for i in range(1, 6):
+        (tmp_path / f"data_batch_{i}.bin").write_bytes(bytes(3073 + 100 * (i == 1)))
     refused(Cifar10.spec, tmp_path, r"data_batch_1\.bin is damaged")
     (tmp_path / "data_batch_1.bin").unlink()
     (tmp_path / "data_batch_1").write_bytes(b"\x80\x02}q\x00.")
@@ -311,7 +408,7 @@ def test_tables_that_do_not_fit(tmp_path: Path) -> None:
     refused(SMALL, tmp_path / "b", "has no split train, but test")
 
 
-def test_without_network_and_path_it_says_what_to_download(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_network_and_path_it_says_what_to_download() -> None:
     load_images.cache_clear()
     with pytest.raises(
         BadData, match=r"uoft-cs/cifar10 can't be loaded.*download it .* set data to its folder"

@@ -124,9 +124,9 @@ def test_every_model_takes_every_tasks_images(task: str, model: str) -> None:
 def test_models_that_a_task_does_not_have_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"model = 'vit_tiny': allowed with task = 'digits' is one of vit$"):
         settings_of("digits", model="vit_tiny")
-    with pytest.raises(SettingsError, match=r"swin_width = 50: allowed is"):
+    with pytest.raises(SettingsError, match=r"swin_width = 50: allowed is a .* above 0 and a multiple of 16$"):
         settings_of("cifar10", swin_width=50)
-    with pytest.raises(SettingsError, match=r"swin_depths = '2;2': allowed is"):
+    with pytest.raises(SettingsError, match=r"swin_depths = '2;2': allowed is whole numbers above 0 with commas"):
         settings_of("cifar10", swin_depths="2;2")
 
 
@@ -186,3 +186,15 @@ def test_wrong_data_is_said_in_one_line_before_the_start(tmp_path: Path) -> None
     few = write_fashion(tmp_path / "few", train=30)
     with pytest.raises(SettingsError, match=r"min_samples = 10: clients = 10 of that size need 100 .* there are 30"):
         check(settings_of("fashion_mnist", data=str(few)))
+
+
+def test_what_is_wrong_with_the_test_data_is_said_before_the_start_too(tmp_path: Path) -> None:
+    data = write_fashion(tmp_path / "fashion")
+    (data / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(SettingsError, match=r"data = .*t10k-labels-idx1-ubyte\[\.gz\] is not there"):
+        check(settings_of("fashion_mnist", data=str(data)))
+
+
+def test_settings_of_another_task_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"vit_depth = 12: digits has no such .* tasks with it: fashion_mnist, "):
+        check(settings_of("digits", vit_depth=12))
