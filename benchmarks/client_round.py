@@ -67,8 +67,7 @@ def measure(settings: Settings, device: torch.device, repeats: int) -> tuple[flo
         "label": torch.randint(0, task.spec.classes, (EXAMPLES,), device=device),
     }
     model = task.make_model(0).to(device)
-    if settings.compile:
-        model.compile()
+    trained = torch.compile(model) if settings.compile else model
     adamw = torch.optim.AdamW(model.parameters(), settings.lr, weight_decay=settings.weight_decay, fused=True)
 
     def plain() -> None:
@@ -77,11 +76,11 @@ def measure(settings: Settings, device: torch.device, repeats: int) -> tuple[flo
             chosen = torch.randint(0, EXAMPLES, (settings.batch_size,), device=device)
             adamw.zero_grad()
             with torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16"):
-                loss = task.loss(model, {name: tensor[chosen] for name, tensor in examples.items()})
+                loss = task.loss(trained, {name: tensor[chosen] for name, tensor in examples.items()})
             loss.backward()
             adamw.step()
 
-    client = FedClient(task, model, examples, examples, settings)
+    client = FedClient(task, model, examples, examples, settings, trained)
     state = {name: tensor.detach().cpu().numpy().copy() for name, tensor in exchanged_state(model).items()}
     zeros = {name: torch.zeros_like(p, device="cpu").numpy() for name, p in trainable_parameters(model)}
     message = {wire.MODEL: state, wire.CORRECTION: zeros, wire.SECOND_MOMENT: zeros}

@@ -41,14 +41,23 @@ class FedClient(NumPyClient):
     examples, held_out : Examples
         The partition's training examples and those kept for ``evaluate``, on the device.
     settings : LocalSettings
+    trained : nn.Module, optional
+        What training calls in the place of ``model``: the same one, compiled.
     """
 
     def __init__(
-        self, task: Task, model: nn.Module, examples: Examples, held_out: Examples, settings: LocalSettings
+        self,
+        task: Task,
+        model: nn.Module,
+        examples: Examples,
+        held_out: Examples,
+        settings: LocalSettings,
+        trained: nn.Module | None = None,
     ) -> None:
         self.task = task
         self.device = prepare_device(settings.device, settings.threads)
         self.model = model.to(self.device)
+        self.trained = self.model if trained is None else trained
         self.examples = examples
         self.held_out = held_out
         self.settings = settings
@@ -88,7 +97,7 @@ class FedClient(NumPyClient):
 
         generator = torch.Generator().manual_seed(config[wire.SEED])
         loss = train(
-            self.model,
+            self.trained,
             self.task.loss,
             batches(self.examples, settings.batch_size, generator),
             optimizer,

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from clients.local_optimizers import LOCAL_OPTIMIZERS
 from clients.methods import CLIENT_METHODS
+from fedact_flwr.budget import with_budget
 from fedact_flwr.progress import Follow
 from fedact_flwr.record import FAILED, INTERRUPTED, make_folder, read_summary, results, write_summary
 from fedact_flwr.settings import (
@@ -72,6 +73,7 @@ def run(
     try:
         settings = read_settings(files or [], overrides or [])
         settings = _for_this_machine(settings, engine)
+        settings, budget = with_budget(settings)
         folder = make_folder(settings)
         settings = settings.model_copy(update={"output": str(folder.parent), "name": folder.name})
     except SettingsError as error:
@@ -83,6 +85,8 @@ def run(
         highlight=False,
         soft_wrap=True,
     )
+    if budget:
+        console.print(budget, highlight=False, soft_wrap=True)
     if note := CLIENT_METHODS[settings.method].note(settings):
         note += " (so are the paper's own settings; see docs/algorithm.md)"
         console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
@@ -160,6 +164,21 @@ def split(
     console.print(f"a client's most frequent class holds {100 * share:.0f} % of its examples, on average")
 
 
+@app.command("generate")
+def print_answer(
+    record: Annotated[Path, typer.Argument(metavar="RUN", help="A run's record.")],
+    prompt: Annotated[str, typer.Argument(help="What a user says; the task's template goes around it.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 128,
+) -> None:
+    """Print what the final model of a language task answers."""
+    from fedact_flwr.generate import generate
+
+    try:
+        typer.echo(generate(record, prompt, max_tokens))
+    except SettingsError as error:
+        _fail(str(error), BAD_SETTINGS)
+
+
 @app.command()
 def methods() -> None:
     """List the methods: what a client does, what travels each way, and their own settings. See docs/algorithm.md."""
@@ -196,12 +215,18 @@ def _values(values: Mapping[str, object], keys: tuple[str, ...]) -> str:
 
 @app.command()
 def tasks() -> None:
-    """List the tasks."""
-    table = Table("task", "what it is", "target", "models", 'what "auto" stands for, by family or method')
+    """List the tasks: data, models, their own settings, and what "auto" stands for by family or method."""
+    console = Console(highlight=False, soft_wrap=False)
+    defaults = read_defaults()
     for name, task in TASKS.items():
-        values = (f"{who}: " + " ".join(f"{k}={v:g}" for k, v in task.defaults[who].items()) for who in task.defaults)
-        table.add_row(name, task.summary, task.target, "\n".join(task.models), "\n".join(values))
-    Console().print(table)
+        console.print(f"[bold]{name}[/bold]  {task.summary}")
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row("  target", f"{task.target}, {'higher' if task.higher_is_better else 'lower'} is better")
+        grid.add_row("  models", ", ".join(task.models))
+        for who, values in task.defaults.items():
+            grid.add_row(f"  {who}", " ".join(f"{key}={value:g}" for key, value in values.items()))
+        grid.add_row("  settings", _values(defaults, tuple(task.settings_used)) or "none of its own")
+        console.print(grid)
 
 
 def read_settings(files: list[Path], overrides: list[str]) -> Settings:
@@ -230,7 +255,12 @@ def _for_this_machine(settings: Settings, engine: Engine) -> Settings:
         gpus = GPU_SHARE if device == "cuda" else 0.0
     if engine is Engine.flower:
         _check_resources(settings.threads, device, gpus)
-    return settings.model_copy(update={"device": device, "client_gpus": gpus})
+    # the record repeats the run from wherever it is read
+    paths = {key: Path(getattr(settings, key)).expanduser() for key in ("data", "tokenizer", "model")}
+    if settings.model in TASKS[settings.task].models:
+        del paths["model"]
+    absolute = {key: str(path.resolve()) for key, path in paths.items() if path.exists()}
+    return settings.model_copy(update={"device": device, "client_gpus": gpus, **absolute})
 
 
 def _check_resources(threads: int, device: str, gpus: float) -> None:

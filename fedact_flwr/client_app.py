@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from torch import nn
 
 from clients.client import FedClient
 from clients.device import prepare_device, require_compiler
@@ -64,9 +65,10 @@ class _Workplace:
         self.parts = split_indices(settings, self.task.train_labels(), derive_seed(settings.seed, "split"))
         self.device = prepare_device(settings.device, settings.threads)
         self.model = self.task.make_model(seed=0).to(self.device)  # overwritten by each message
+        self.trained = self.model
         if settings.compile:
             require_compiler(self.device.type)
-            self.model.compile()  # in place: the names of its parameters stay, and all clients share what was compiled
+            self.trained = cast(nn.Module, torch.compile(self.model))  # once for all clients
         self.clients: dict[int, FedClient] = {}
 
     def client(self, partition: int) -> FedClient:
@@ -78,8 +80,17 @@ class _Workplace:
             kept = min(n - 1, max(1, round(settings.holdout * n))) if settings.holdout else 0
             generator = torch.Generator().manual_seed(derive_seed(settings.seed, partition, "holdout"))
             order = torch.randperm(n, generator=generator)
+            if settings.client_evaluation and kept == 0:
+                raise ValueError(
+                    f"holdout = {settings.holdout}: partition {partition} has one example, none to hold out"
+                )
             self.clients[partition] = FedClient(
-                self.task, self.model, take(examples, order[kept:]), take(examples, order[:kept]), settings
+                self.task,
+                self.model,
+                take(examples, order[kept:]),
+                take(examples, order[:kept]),
+                settings,
+                self.trained,
             )
         return self.clients[partition]
 

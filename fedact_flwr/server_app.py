@@ -14,6 +14,7 @@ from clients.client import exchanged_state, load_state, trainable_parameters
 from clients.device import UnavailableDevice, prepare_device
 from clients.diagnostics import direction_consistency
 from clients.methods import CLIENT_METHODS
+from fedact_flwr.budget import with_budget
 from fedact_flwr.record import RunRecord
 from fedact_flwr.settings import Settings, SettingsError, check_own_settings, parse
 from strategies import STRATEGIES, RunFailed, wire
@@ -38,6 +39,9 @@ def run(settings: Settings, grid: Grid) -> None:
     Raises `SettingsError` before anything starts, `strategies.RunFailed` where the run can't go on.
     """
     check(settings)
+    settings, budget = with_budget(settings)
+    if budget:
+        log(INFO, budget)
     task = TASKS[settings.task].configured(settings)
     device = prepare_device(settings.device, settings.threads)
     if note := CLIENT_METHODS[settings.method].note(settings):
@@ -103,7 +107,7 @@ def check(settings: Settings) -> None:
     except (UnavailableDevice, ImpossibleSplit) as error:
         raise SettingsError(str(error)) from None
     except BadData as error:
-        raise SettingsError(f"data = {settings.data!r}: {error}") from None
+        raise SettingsError(f"{error.key} = {getattr(settings, error.key)!r}: {error}") from None
 
 
 def client_labels(settings: Settings) -> NDArray:

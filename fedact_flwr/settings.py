@@ -19,7 +19,8 @@ from tasks.task import ANY_MODEL
 
 PROJECT = Path(__file__).resolve().parent.parent
 AUTO = "auto"
-AUTO_KEYS = ("lr", "weight_decay", "beta1", "beta2", "server_lr", "alpha", "gamma", "client_gpus")
+LANGUAGE_AUTO = ("max_length", "lora_r", "lora_alpha")  # the task knows what its "auto" is
+AUTO_KEYS = ("lr", "weight_decay", "beta1", "beta2", "server_lr", "alpha", "gamma", "client_gpus", *LANGUAGE_AUTO)
 
 
 class SettingsError(ValueError):
@@ -35,6 +36,7 @@ class Settings(ServerSettings, LocalSettings, SplitSettings, TaskSettings):
     task: str
     holdout: Annotated[float, Field(ge=0, le=0.5)]
     evaluate_every: PositiveInt
+    tokens_per_parameter: NonNegativeFloat
     client_gpus: NonNegativeFloat | None
     output: str
     name: str
@@ -103,7 +105,7 @@ def parse(config: Mapping[str, Any]) -> Settings:
                 f"{key} = {AUTO!r}: task {config['task']!r} has no value for method {config['method']!r} or its "
                 f"family; allowed is a number"
             )
-    for key in ("alpha", "gamma", "client_gpus"):
+    for key in ("alpha", "gamma", "client_gpus", *LANGUAGE_AUTO):
         if resolved[key] == AUTO:
             resolved[key] = None
     try:

@@ -21,7 +21,7 @@ class SplitSettings(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     clients: PositiveInt
-    split: Literal["dirichlet", "dirichlet_priors", "iid", "by_class"]
+    split: Literal["dirichlet", "dirichlet_priors", "iid", "by_class", "natural"]
     dirichlet_alpha: PositiveFloat
     classes_per_client: PositiveInt
     min_samples: PositiveInt
@@ -38,6 +38,7 @@ def split_indices(settings: SplitSettings, labels: NDArray, seed: int) -> list[N
     * "iid": equal sizes, at random.
     * "by_class": client i gets the ``classes_per_client`` classes from class i on, counted round, and an equal
       share of each with its other owners.
+    * "natural": whole classes; the i-th goes to client i modulo ``clients``.
 
     Parameters
     ----------
@@ -74,6 +75,12 @@ def split_indices(settings: SplitSettings, labels: NDArray, seed: int) -> list[N
                 f"clients = {clients}: a class would have {owners} owners and fewer examples; allowed is less"
             )
 
+    if settings.split == "natural" and clients > classes:
+        raise ImpossibleSplit(
+            f'clients = {clients}: split = "natural" gives away whole classes (of text: by partition_column), and '
+            f"there are {classes}; allowed is 1 to {classes}"
+        )
+
     for draw in range(MAX_DRAWS if settings.split == "dirichlet" else 1):
         parts = _draw(settings, labels, [seed, draw])
         if min(len(part) for part in parts) >= settings.min_samples:
@@ -96,6 +103,9 @@ def label_histograms(parts: list[NDArray], labels: NDArray) -> NDArray:
 
 
 def _draw(settings: SplitSettings, labels: NDArray, entropy: list[int]) -> list[NDArray]:
+    if settings.split == "natural":
+        owner = np.unique(labels, return_inverse=True)[1] % settings.clients
+        return [np.flatnonzero(owner == client) for client in range(settings.clients)]
     generator = np.random.default_rng(entropy)
     order = generator.permutation(len(labels))  # data sets are often sorted, and "iid" takes every n-th example
     if settings.split == "dirichlet_priors":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self, TypedDict
 
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
@@ -46,20 +46,39 @@ class TaskSettings(BaseModel):
     swin_depths: Annotated[
         str, Field(pattern=r"^[1-9]\d*(,[1-9]\d*)*$", description="whole numbers above 0 with commas between")
     ]
+    partition_column: str
+    max_train_rows: NonNegativeInt
+    max_test_rows: NonNegativeInt
+    tokenizer: str
+    max_length: Annotated[int, Field(ge=2)] | None
+    gradient_checkpointing: bool
+    base_precision: Literal["float32", "bfloat16"]
+    lora_r: PositiveInt | None
+    lora_alpha: PositiveInt | None
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)]
+    lora_targets: Annotated[str, Field(pattern=r"^\w+(,\w+)*$", description="names of modules with commas between")]
+    dpo_beta: PositiveFloat
 
 
 class BadData(ValueError):
-    """The data, or a file beside it, can't be read as what it should be; the message says what is wrong, and where."""
+    """The data, or a file beside it, can't be read as what it should be.
 
+    The message says what is wrong, and where; ``key`` is the setting that names it.
+    """
 
-# As the last of `Task.models`: any folder or name on the Hugging Face hub is a model too.
-ANY_MODEL = "a folder or hub name"
+    def __init__(self, message: str, key: str = "data") -> None:
+        super().__init__(message)
+        self.key = key
 
 
 def first_line(error: BaseException) -> str:
     """What a library's error says, for a message of one line."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+# As the last of `Task.models`: any folder or name on the Hugging Face hub is a model too.
+ANY_MODEL = "a folder or hub name"
 
 
 class Task(ABC):

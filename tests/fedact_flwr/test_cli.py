@@ -48,6 +48,22 @@ def test_run_shows_rounds_and_the_record(tmp_path: Path, monkeypatch: pytest.Mon
     assert "[ROUND 2/2]" in (folder / "run.log").read_text()  # Flower's log
 
 
+def test_paths_in_the_record_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "test"):
+        for label in "01":
+            (tmp_path / "images" / split / label).mkdir(parents=True)
+            for i in range(20):
+                Image.new("L", (28, 28)).save(tmp_path / "images" / split / label / f"{i}.png")
+    (tmp_path / "small_cnn").mkdir()  # a model's name is no path
+    own = ["task=fashion_mnist", "model=small_cnn", "data=images", "split=iid", "name=run"]
+    code, output = fedact("run", "--engine", "inprocess", *sets(*SMALL, *own))
+    assert code == 0, output
+    settings = tomllib.loads((tmp_path / "runs" / "run" / "settings.toml").read_text())
+    assert settings["data"] == str(tmp_path / "images")
+    assert settings["model"] == "small_cnn"
+
+
 def test_the_edge_of_stability_is_said_once(tmp_path: Path) -> None:
     code, output = fedact("run", "--engine", "inprocess", *sets(*SMALL[:-1], f"output={tmp_path}"))
     assert code == 0

@@ -1,0 +1,43 @@
+"""Answers from the model of a finished run."""
+
+from pathlib import Path
+
+import torch
+
+from fedact_flwr.record import SETTINGS_FILE
+from fedact_flwr.settings import SettingsError, parse, read_file
+from tasks import TASKS
+from tasks.language import MODEL_FOLDER, LanguageTask
+from tasks.task import first_line
+
+
+def generate(record: Path, prompt: str, max_tokens: int) -> str:
+    """The likeliest continuation of the prompt in the task's template, up to ``max_tokens`` tokens or the end token.
+
+    Raises `SettingsError` where ``record`` is no finished run of a language task.
+    """
+    settings = parse(read_file(record / SETTINGS_FILE))
+    task = TASKS[settings.task].configured(settings)
+    if not isinstance(task, LanguageTask):
+        raise SettingsError(f"{record}: its task, {settings.task}, writes no text")
+    folder = record / MODEL_FOLDER
+    if not folder.is_dir():
+        raise SettingsError(f"{folder} is not there: the run has not ended")
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        # of an adapter, the base model with it, as it was trained
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, settings.base_precision))
+    except Exception as error:
+        raise SettingsError(f"{folder} can't be loaded: {first_line(error)}") from error
+    ids = tokenizer(task.prompt(prompt), return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        answer = model.eval().generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False,
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+    return str(tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))
