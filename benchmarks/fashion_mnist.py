@@ -147,7 +147,7 @@ def draw(path: Path, key: str, title: str, variants: Sequence[str], rounds: Mapp
     figure.supxlabel("round")
     figure.supylabel(title)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
 
 
 if __name__ == "__main__":
