@@ -7,8 +7,9 @@ import torch
 from fedact_flwr.record import SETTINGS_FILE
 from fedact_flwr.settings import SettingsError, parse, read_file
 from tasks import TASKS
+from tasks.hub import load_pretrained
 from tasks.language import MODEL_FOLDER, LanguageTask
-from tasks.task import first_line
+from tasks.task import BadData
 
 
 def generate(record: Path, prompt: str, max_tokens: int) -> str:
@@ -25,15 +26,14 @@ def generate(record: Path, prompt: str, max_tokens: int) -> str:
         raise SettingsError(f"{folder} is not there: the run has not ended")
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = load_pretrained(AutoTokenizer, str(folder), "model")
         # of an adapter, the base model with it, as it was trained
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, settings.base_precision))
-    except Exception as error:
-        raise SettingsError(f"{folder} can't be loaded: {first_line(error)}") from error
+        dtype = getattr(torch, settings.base_precision)
+        model = load_pretrained(AutoModelForCausalLM, str(folder), "model", dtype=dtype)
+    except BadData as error:
+        raise SettingsError(str(error)) from error
     ids = tokenizer(task.prompt(prompt), return_tensors="pt")["input_ids"]
     with torch.no_grad():
         answer = model.eval().generate(

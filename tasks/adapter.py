@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from tasks.hub import load_pretrained
 from tasks.language import SETTINGS_USED, LanguageTask, next_logits, pad, token_losses
 from tasks.task import BadData, Examples, first_line
 
@@ -124,12 +125,12 @@ def check_base(name: str, targets: str, vocabulary: int) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
 
+    config = load_pretrained(AutoConfig, name, "model")
     try:
-        config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:
-        raise BadData(f"it can't be loaded: {first_line(error)}", "model") from error
+        raise BadData(f"{name} is no causal language model: {first_line(error)}", "model") from error
     layers = {path for path, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
     there = sorted({path.rpartition(".")[2] for path in layers})
     if missing := [target for target in targets.split(",") if target not in there]:
@@ -148,10 +149,7 @@ def _adapted(
 
     if Path(name).is_dir():
         name = str(Path(name).resolve())  # the saved adapter says where its base is
-    try:
-        base = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, precision))
-    except Exception as error:
-        raise BadData(f"it can't be loaded: {first_line(error)}", "model") from error
+    base = load_pretrained(AutoModelForCausalLM, name, "model", dtype=getattr(torch, precision))
     for module in base.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # frozen, it is a reference, which knows no chance

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tasks.task import BadData, Examples, Task, TaskSettings, first_line
+from tasks.hub import load_pretrained
+from tasks.task import BadData, Examples, Task, TaskSettings
 from tasks.text import TextSpec, load_rows, require_text
 
 MODEL_FOLDER = "model"
@@ -108,10 +109,7 @@ def load_tokenizer(name: str) -> Any:
     """The tokenizer of a folder or of the hub. Raises `BadData`."""
     from transformers import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:
-        raise BadData(f"the tokenizer of {name} can't be loaded: {first_line(error)}", "tokenizer") from error
+    tokenizer = load_pretrained(AutoTokenizer, name, "tokenizer")
     if tokenizer.eos_token_id is None:
         raise BadData(f"the tokenizer of {name} has no end-of-sequence token", "tokenizer")
     return tokenizer

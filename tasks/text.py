@@ -68,8 +68,9 @@ def require_text(rows: Any, columns: Sequence[str], source: str) -> None:
 
 
 def _from_hub(spec: TextSpec, train: bool, most: int) -> Any:
-    from datasets import Dataset
+    from datasets import Dataset, disable_progress_bars
 
+    disable_progress_bars()
     split = "train" if train or spec.evaluates is None else spec.evaluates
     if not spec.streams:
         rows = load_from_hub(spec.hub, *spec.configuration, split=split)
@@ -88,8 +89,9 @@ def _stream(name: str, configuration: Sequence[str], split: str, most: int) -> I
 
 
 def _from_path(path: Path, train: bool) -> Any:
-    from datasets import DatasetDict, concatenate_datasets, load_dataset, load_from_disk
+    from datasets import DatasetDict, concatenate_datasets, disable_progress_bars, load_dataset, load_from_disk
 
+    disable_progress_bars()
     if not path.exists():
         raise BadData(f"{path} is not there")
     try:
