@@ -17,7 +17,7 @@ from fedact_flwr.settings import PROJECT, read_file
 
 CONF = PROJECT / "conf" / "fashion_mnist.toml"
 SEEDS = (1, 2)
-RATES = {15: (3e-4, 1e-3, 3e-3), 50: (3e-4, 1e-3)}  # by number of local steps
+RATES = {15: (3e-4, 1e-3, 3e-3), 50: (1e-3,)}  # by number of local steps
 VARIANTS = {  # fedadamw with rho 0 is local_adamw that starts each round at v_bar
     15: (
         "local_adamw",
@@ -26,7 +26,6 @@ VARIANTS = {  # fedadamw with rho 0 is local_adamw that starts each round at v_b
         "fedact_local",
         "fedact",
         "fedact:scope=tensor",
-        "fedact:rho=0.25",
     ),
     50: ("local_adamw", "fedadamw", "fedact"),
 }
