@@ -291,6 +291,18 @@ def test_a_flipped_bit_of_an_archive_is_noticed_or_harmless(where: float, bit: i
     assert not images.read(np.arange(2)).any()
 
 
+def test_an_archives_checksum_is_looked_at(tmp_path: Path) -> None:
+    """It stands behind a megabyte of zeros, with which an archive may end."""
+    path = tmp_path / "cifar.tar.gz"
+    write_cifar(path, Cifar100.spec, {"train": (colour(2, Cifar100.spec), [3, 5])}, python=False)
+    data = bytearray(gzip.compress(gzip.decompress(path.read_bytes()) + bytes(1 << 20)))
+    path.write_bytes(data)
+    assert load_images(Cifar100.spec, str(path), True).labels.tolist() == [3, 5]
+    data[-8] ^= 1
+    path.write_bytes(data)
+    refused(Cifar100.spec, path, "is damaged or no tar archive: CRC check failed")
+
+
 @settings(max_examples=300, deadline=None)
 @given(where=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
 def test_a_damaged_pickle_never_does_more_than_be_refused(where: float, byte: int) -> None:
