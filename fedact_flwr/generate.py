@@ -7,6 +7,7 @@ import torch
 from fedact_flwr.record import SETTINGS_FILE
 from fedact_flwr.settings import SettingsError, parse, read_file
 from tasks import TASKS
+from tasks.adapter import load_model
 from tasks.hub import load_pretrained
 from tasks.language import MODEL_FOLDER, LanguageTask
 from tasks.task import BadData
@@ -25,13 +26,11 @@ def generate(record: Path, prompt: str, max_tokens: int) -> str:
     if not folder.is_dir():
         raise SettingsError(f"{folder} is not there: the run has not ended")
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     try:
         tokenizer = load_pretrained(AutoTokenizer, str(folder), "model")
-        # of an adapter, the base model with it, as it was trained
-        dtype = getattr(torch, settings.base_precision)
-        model = load_pretrained(AutoModelForCausalLM, str(folder), "model", dtype=dtype)
+        model = load_model(str(folder), settings.base_precision)
     except BadData as error:
         raise SettingsError(str(error)) from error
     ids = tokenizer(task.prompt(prompt), return_tensors="pt")["input_ids"]

@@ -57,7 +57,7 @@ class Follow:
         table = Table("round", self.target, "loss", "train loss", "clients", "seconds so far")
         step = max(1, -(-len(self.lines) // TABLE_ROWS))
         for line in self.lines[(len(self.lines) - 1) % step :: step]:
-            clients = f"{line['replies']}" + (f" ({line['failures']} failed)" if line["failures"] else "")
+            clients = str(line.get("replies", "")) + (f" ({line['failures']} failed)" if line.get("failures") else "")
             metrics = (_number(line.get(key)) for key in (self.target, "loss", "train_loss"))
             table.add_row(str(line["round"]), *metrics, clients, f"{line['seconds']:.1f}")
         return table
@@ -84,9 +84,9 @@ class Follow:
             text = f"round {line['round']}, {failure}"
             self.console.print(text, style="yellow", highlight=False, soft_wrap=True, markup=False)
         parts = [f"{key} {_number(line[key])}" for key in (self.target, "loss", "train_loss") if key in line]
-        if line["failures"]:
+        if line.get("failures"):
             parts.append(f"{line['failures']} failed")
-        if len(self.lines) > 1:  # the first round also pays for the start and tells nothing
+        if len(self.lines) > 2:  # the first round also pays for the start and tells nothing
             parts.append(f"{self._seconds_left():.0f} s left")
         status = "  ".join(parts)
         if self.console.is_terminal:
@@ -95,7 +95,7 @@ class Follow:
             self.console.print(f"round {line['round']}/{self.rounds}  {status}", highlight=False, soft_wrap=True)
 
     def _seconds_left(self) -> float:
-        first, last = self.lines[0], self.lines[-1]
+        first, last = self.lines[1], self.lines[-1]
         per_round = (last["seconds"] - first["seconds"]) / (last["round"] - first["round"])
         return per_round * (self.rounds - last["round"])
 

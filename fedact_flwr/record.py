@@ -2,7 +2,7 @@
 
 * settings.toml: every setting; `fedact run RECORD/settings.toml --set name=auto` repeats the run
 * clients.json: how many examples of each class each client has
-* rounds.jsonl: one line per round, written as the round ends
+* rounds.jsonl: one line per round, written as the round ends; round 0 is the model before training
 * model.safetensors: the final model's state dict
 * summary.json: how the run ended, final and best metrics, duration, versions
 """
@@ -132,7 +132,7 @@ def results(rounds: Sequence[Mapping[str, Any]], task: Task) -> dict[str, Any]:
     evaluated = [line for line in rounds if line.get(task.target) is not None]
     sign = 1 if task.higher_is_better else -1
     return {
-        "rounds": len(rounds),
+        "rounds": rounds[-1]["round"] if rounds else 0,
         "seconds": rounds[-1]["seconds"] if rounds else 0.0,
         "final": evaluated[-1] if evaluated else None,
         "best": max(evaluated, key=lambda line: sign * line[task.target]) if evaluated else None,

@@ -64,13 +64,12 @@ def run(settings: Settings, grid: Grid) -> None:
 
         def end_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             """Flower calls this before the first round, as round 0, and after each."""
-            if server_round == 0:
-                return None
             metrics = {}
             if server_round % settings.evaluate_every == 0 or server_round == settings.rounds:
-                load_state(model, strategy.model)
+                if server_round > 0:
+                    load_state(model, strategy.model)
                 metrics = task.evaluate(model, test)
-            record.write_round(strategy.round_metrics | metrics, strategy.failed)
+            record.write_round({"round": server_round} | strategy.round_metrics | metrics, strategy.failed)
             return MetricRecord(dict(metrics)) if metrics else None
 
         try:

@@ -7,6 +7,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,8 @@ from tasks.language import SETTINGS_USED, LanguageTask, next_logits, pad, token_
 from tasks.task import BadData, Examples, first_line
 
 log = logging.getLogger("flwr.tasks")  # where Flower logs, so that it lands in the run's log
+
+QUANTIZED = ("int8", "nf4")
 
 Response = tuple[int, list[int]]  # how many of the ids are the prompt's, and all of them
 
@@ -46,6 +49,11 @@ class AdapterTask(LanguageTask):
         """Prompt, in the task's template, and responses of a row. Raises KeyError or TypeError for another form."""
 
     def check(self) -> None:
+        if self.settings.base_precision in QUANTIZED and find_spec("bitsandbytes") is None:
+            raise BadData(
+                "it needs the package bitsandbytes, which is not installed; allowed are 'float32', 'bfloat16'",
+                "base_precision",
+            )
         check_base(self.settings.model, self.settings.lora_targets, len(self.tokenizer))
         super().check()
         for train in (True, False):
@@ -140,16 +148,44 @@ def check_base(name: str, targets: str, vocabulary: int) -> None:
         raise BadData(f"the tokenizer has {vocabulary} tokens, and {name} embeds {embedded}", "tokenizer")
 
 
+def load_model(name: str, precision: str) -> Any:
+    """A causal language model, or one with its adapter, on the CPU; of an adapter, the base is in ``precision``.
+
+    Of "int8" (Dettmers et al. 2022, arXiv:2208.07339) and "nf4" (with double quantisation, Dettmers et al. 2023,
+    arXiv:2305.14314) the linear layers but the last are quantised, and what is left is bfloat16. Raises `BadData`.
+    """
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    if precision not in QUANTIZED:
+        return load_pretrained(AutoModelForCausalLM, name, "model", dtype=getattr(torch, precision))
+
+    # each int8 layer would say each time that it computes in float16
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    quantization = BitsAndBytesConfig(
+        load_in_8bit=precision == "int8",
+        load_in_4bit=precision == "nf4",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    options = {"dtype": torch.bfloat16, "quantization_config": quantization, "device_map": {"": "cpu"}}
+    model = load_pretrained(AutoModelForCausalLM, name, "model", **options)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # else bitsandbytes repacks 4-bit weights at the first evaluation, and then gives no gradients any more
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
 @lru_cache(maxsize=1)
 def _adapted(
     name: str, precision: str, targets: str, r: int, alpha: int, dropout: float, gradient_checkpointing: bool
 ) -> Any:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     if Path(name).is_dir():
         name = str(Path(name).resolve())  # the saved adapter says where its base is
-    base = load_pretrained(AutoModelForCausalLM, name, "model", dtype=getattr(torch, precision))
+    base = load_model(name, precision)
     for module in base.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # frozen, it is a reference, which knows no chance

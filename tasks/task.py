@@ -52,7 +52,7 @@ class TaskSettings(BaseModel):
     tokenizer: str
     max_length: Annotated[int, Field(ge=2)] | None
     gradient_checkpointing: bool
-    base_precision: Literal["float32", "bfloat16"]
+    base_precision: Literal["float32", "bfloat16", "int8", "nf4"]
     lora_r: PositiveInt | None
     lora_alpha: PositiveInt | None
     lora_dropout: Annotated[float, Field(ge=0, lt=1)]

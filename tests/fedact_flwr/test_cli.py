@@ -40,11 +40,12 @@ def test_run_shows_rounds_and_the_record(tmp_path: Path, monkeypatch: pytest.Mon
     assert "fedadamw on digits: 2 of 3 clients a round, 2 rounds" in output
     assert "note:" not in output
     assert "round 2/2  accuracy 0." in output
+    assert "round 0/2  accuracy" in output
     assert "round 1/2  accuracy" in output
     assert "0 s left" in output
     folder = tmp_path / "runs" / "mine"  # output is relative to where the user stands
     assert f"record: {folder}" in output
-    assert len((folder / "rounds.jsonl").read_text().splitlines()) == 2
+    assert len((folder / "rounds.jsonl").read_text().splitlines()) == 3  # with round 0
     assert "[ROUND 2/2]" in (folder / "run.log").read_text()  # Flower's log
 
 
@@ -199,7 +200,7 @@ def test_ctrl_c_ends_the_run_cleanly(tmp_path: Path) -> None:
     )  # fmt: skip
     rounds = tmp_path / "run" / "rounds.jsonl"
     deadline = time.monotonic() + 60
-    while not (rounds.exists() and rounds.read_text()) and time.monotonic() < deadline:
+    while not (rounds.exists() and rounds.read_text().count("\n") > 1) and time.monotonic() < deadline:
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=30)

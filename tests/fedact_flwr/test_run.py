@@ -22,6 +22,7 @@ from fedact_flwr.server_app import app as run_server
 from fedact_flwr.settings import Settings, SettingsError, dump, parse
 from strategies import STRATEGIES, RunFailed
 from strategies.hosts import ANSWER_SECONDS
+from strategies.seeds import derive_seed
 from tasks import TASKS
 from tasks.digits import Digits
 
@@ -36,7 +37,9 @@ def run(settings: Settings, nodes: int | None = None) -> Path:
 
 
 def rounds_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    """The lines of the rounds that trained."""
+    lines = map(json.loads, (folder / "rounds.jsonl").read_text().splitlines())
+    return [line for line in lines if line["round"] > 0]
 
 
 def test_the_record_of_a_run(make_settings: MakeSettings) -> None:
@@ -170,6 +173,14 @@ def test_a_client_whose_state_is_lost_is_named_and_left_out(
     assert list(map(len, failed)) == [0, 1, 1]
     assert failed[1][0].startswith("partition 2, node ")
     assert "kept in round 1" in failed[1][0]
+
+
+def test_round_0_is_the_model_before_training(make_settings: MakeSettings) -> None:
+    settings = make_settings(**SMALL, evaluate_every=3)
+    line = json.loads((run(settings) / "rounds.jsonl").read_text().splitlines()[0])
+    task = TASKS["digits"].configured(settings)
+    model = task.make_model(derive_seed(settings.seed, "model"))
+    assert line == {"round": 0, **task.evaluate(model, task.test_examples()), "seconds": line["seconds"]}
 
 
 def test_diagnostics_and_evaluation_off(make_settings: MakeSettings) -> None:

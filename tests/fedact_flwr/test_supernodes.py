@@ -68,7 +68,7 @@ def test_what_a_client_keeps_survives_a_restarted_supernode(
         _wait_until_listening(port, server)
         with process(run, environment, log) as flwr:
             with process(supernode(0), environment, log):
-                wait_for(lambda: rounds.exists() and rounds.read_text().count("\n") >= 1, log)
+                wait_for(lambda: rounds.exists() and rounds.read_text().count("\n") >= 2, log)
             with process(supernode(0), environment, log):
                 wait_for(lambda: flwr.poll() is not None, log)
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ from tasks.text import TextSpec, load_rows
 
 SPEC = TextSpec("nobody/nothing")
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon"]
+
+
+quantized = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
 
 def settings_of(task: str, **own: Any) -> Settings:
@@ -435,7 +439,7 @@ def test_a_run_learns_and_what_it_leaves_is_loaded_by_others(
 ) -> None:
     monkeypatch.setitem(LLAMA_SHAPES, "llama_5m", (16, 24, 2, 2))
     folder, rounds = run(task, llama, tmp_path)
-    assert all(line["failures"] == 0 for line in rounds)
+    assert all(line["failures"] == 0 for line in rounds[1:])
     assert rounds[-1]["loss"] < rounds[0]["loss"]
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     ids = tokenizer("Say alpha.", return_tensors="pt")["input_ids"]
@@ -462,20 +466,66 @@ def test_a_run_learns_and_what_it_leaves_is_loaded_by_others(
 
 def test_dpo_starts_at_log_two(llama: str, tmp_path: Path) -> None:
     """The adapter does nothing at first, so policy and reference agree."""
-    _, rounds = run("dpo", llama, tmp_path, rounds=1, lr=1e-12)
-    assert rounds[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert rounds[0]["reward_margin"] == pytest.approx(0, abs=1e-6)
-    assert rounds[0]["train_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    _, (before, after) = run("dpo", llama, tmp_path, rounds=1, lr=1e-12)
+    assert before["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert before["reward_margin"] == 0
+    assert after["train_loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
-@pytest.mark.parametrize("own", [{"base_precision": "bfloat16", "precision": "bfloat16"}, {"lora_r": 2}])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"base_precision": "bfloat16", "precision": "bfloat16"},
+        pytest.param({"base_precision": "int8"}, marks=quantized),
+        pytest.param({"base_precision": "nf4"}, marks=quantized),
+        {"lora_r": 2},
+    ],
+)
 def test_only_the_adapter_travels(own: dict[str, Any], llama: str, tmp_path: Path) -> None:
     """A (r x 16) and B (16 x r) on q_proj and v_proj of two layers, in float32 whatever the base is."""
-    _, rounds = run("sft", llama, tmp_path, rounds=2, **own)
+    _, (_, line, _) = run("sft", llama, tmp_path, rounds=2, **own)
     numbers = own.get("lora_r", 32) * (16 + 16) * 2 * 2
     header = 128  # of each array: A and B on four modules
-    assert rounds[0]["bytes_received"] == 3 * 2 * (4 * numbers + 8 * header)  # deltas and v of three clients
-    assert rounds[0]["failures"] == 0
+    assert line["bytes_received"] == 3 * 2 * (4 * numbers + 8 * header)  # deltas and v of three clients
+    assert line["failures"] == 0
+
+
+@quantized
+@pytest.mark.parametrize(("precision", "bits", "close"), [("int8", 8, 0.01), ("nf4", 4, 0.2)])
+def test_quantized_bases(precision: str, bits: int, close: float, llama: str, tmp_path: Path) -> None:
+    """Smaller, near the base, in training as in evaluation, and the adapter still gets gradients after one."""
+    data = write(tmp_path / "rows.jsonl", rows_for("sft"))
+    losses, sizes = [], []
+    for base_precision in ("float32", precision):
+        task = task_of("sft", model=llama, data=data, base_precision=base_precision, lora_dropout=0.0)
+        model, batch = task.make_model(0), task.train_examples(np.arange(4))
+        evaluated = task.evaluate(model, batch)["loss"]
+        loss = task.loss(model.train(), batch)
+        assert loss.item() == pytest.approx(evaluated, rel=1e-4)
+        losses.append(evaluated)
+        layer = next(m for path, m in model.named_modules() if path.endswith("mlp.up_proj"))
+        sizes.append(layer.weight.nbytes)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert all(g is not None and g.dtype == torch.float32 for g in gradients.values())
+    assert all(g.any() for name, g in gradients.items() if "lora_B" in name and g is not None)
+    assert sizes == [4 * 16 * 24, bits * 16 * 24 // 8]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], abs=close)
+
+
+@quantized
+def test_answers_come_from_the_quantized_base(llama: str, tmp_path: Path) -> None:
+    folder, _ = run("sft", llama, tmp_path, rounds=1, base_precision="nf4")
+    result = CliRunner().invoke(app, ["generate", str(folder), "Say alpha.", "--max-tokens", "4"])
+    assert result.exit_code == 0, result.output
+
+
+def test_quantized_bases_need_a_package(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.adapter.find_spec", lambda package: None)
+    message = "base_precision = 'nf4': it needs the package bitsandbytes, which is not installed; allowed are 'float32'"
+    with pytest.raises(SettingsError, match=message):
+        check(settings_of("sft", model=llama, base_precision="nf4"))
 
 
 def test_the_base_is_loaded_once_in_a_process(llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,8 +142,8 @@ def test_a_run_on_fashion_mnists_files(tmp_path: Path, make_settings: Callable[.
     run_inprocess(server_app, client_app, 4, dump(settings))
     lines = (Path(settings.output) / "run" / "rounds.jsonl").read_text().splitlines()
     rounds = [json.loads(line) for line in lines]
-    assert all(line["failures"] == 0 for line in rounds)
-    assert rounds[-1]["loss"] < 0.8 * rounds[0]["loss"]
+    assert all(line["failures"] == 0 for line in rounds[1:])
+    assert rounds[-1]["loss"] < 0.8 * rounds[1]["loss"]
 
 
 def test_a_client_decodes_its_partition_once(
