@@ -32,7 +32,7 @@ EXPERIMENTS: dict[str, tuple[Sequence[str], Sequence[int], Sequence[str], dict[s
         {
             "task": "pretrain_c4", "model": "llama_5m", "max_length": 128, "max_test_rows": 6, "lr": 1e-3,
             "split": "natural", "partition_column": "president", "min_samples": 1, "clients": 43,
-            "clients_per_round": 8, "rounds": 12, "local_steps": 5, "batch_size": 8, "evaluate_every": 4,
+            "clients_per_round": 4, "rounds": 20, "local_steps": 5, "batch_size": 8, "evaluate_every": 5,
         },
     ),
     "sft": (

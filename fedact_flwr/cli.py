@@ -36,6 +36,7 @@ from fedact_flwr.settings import (
 )
 from strategies import STRATEGIES, wire
 from tasks import TASKS
+from tasks.split import ImpossibleSplit
 
 BAD_SETTINGS, RUN_FAILED, RUN_INTERRUPTED = 2, 1, 130
 LOG_FILE = "run.log"
@@ -152,7 +153,7 @@ def split(
                 draw_split(picture, histograms, title)
             except (OSError, ValueError) as error:
                 raise SettingsError(f"--picture {picture}: {error}") from None
-    except SettingsError as error:
+    except (SettingsError, ImpossibleSplit) as error:
         _fail(str(error), BAD_SETTINGS)
 
     console = Console(highlight=False, soft_wrap=True)
@@ -175,6 +176,27 @@ def print_answer(
 
     try:
         typer.echo(generate(record, prompt, max_tokens))
+    except SettingsError as error:
+        _fail(str(error), BAD_SETTINGS)
+
+
+@app.command("certs")
+def make_certificates(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where they are, or will be.")],
+    hosts: Annotated[
+        list[str] | None, typer.Option("--host", metavar="NAME", help="Of the SuperLink, as nodes and users call it.")
+    ] = None,
+    nodes: Annotated[
+        list[str] | None, typer.Option("--node", metavar="NAME", help="A SuperNode to make a key for.")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=3650, help="How long the SuperLink's certificate holds.")] = 825,
+) -> None:
+    """Make the TLS certificate of a SuperLink, or renew it, and the keys by which it knows SuperNodes."""
+    from fedact_flwr.certificates import write_certificates
+
+    try:
+        for path in write_certificates(folder, hosts or [], nodes or [], days):
+            typer.echo(path)
     except SettingsError as error:
         _fail(str(error), BAD_SETTINGS)
 
@@ -243,6 +265,11 @@ def _for_this_machine(settings: Settings, engine: Engine) -> Settings:
     from clients.device import UnavailableDevice, prepare_device, require_compiler
     from fedact_flwr.server_app import check
 
+    if settings.split == "nodes":
+        raise SettingsError(
+            'split = "nodes": fedact run has no nodes with data of their own; use flwr run on a federation, see '
+            "docs/deploy.md"
+        )
     check(settings)
     device = prepare_device(settings.device, settings.threads).type
     if settings.compile:

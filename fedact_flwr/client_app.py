@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -16,14 +17,17 @@ from clients.device import prepare_device, require_compiler
 from clients.methods import CLIENT_METHODS
 from clients.optimizers import StabilityWarning
 from clients.training import num_examples, take
-from fedact_flwr.settings import Settings, parse
+from fedact_flwr.settings import Settings, check_task, parse
 from strategies import wire
 from strategies.seeds import derive_seed
+from strategies.versions import versions
 from tasks import TASKS
 from tasks.split import split_indices
 
 # The server says it once per run; each client in each round would say it again.
 warnings.filterwarnings("ignore", category=StabilityWarning)
+
+NODE_SETTINGS = ("data", "device")  # a node may have its own, in its config
 
 app = ClientApp()
 
@@ -47,13 +51,30 @@ def evaluate(message: Message, context: Context) -> Message:
 
 @app.query(wire.HOSTED_QUERY.removeprefix("query."))
 def hosted_partitions(message: Message, context: Context) -> Message:
-    """Node i of n hosts the partitions i, i + n, i + 2n, ..., so any number of nodes carries any run."""
+    """Which partitions this node hosts.
+
+    Node i of n hosts i, i + n, i + 2n, ..., so any number of nodes carries any run; with data of its own, i alone.
+    """
+    settings = _settings(context)
+    node = _node_number(context, "partition-id")
+    if settings.split == "nodes":
+        if "data" not in context.node_config:
+            raise ValueError('split = "nodes": the node config has no data; start it with "data=\'FOLDER\'"')
+        if not Path(settings.data).expanduser().exists():
+            raise ValueError(f"data = {settings.data!r}: it is not on this node")
+        hosted = list(range(node, settings.clients)[:1])
+    else:
+        hosted = list(range(node, settings.clients, _node_number(context, "num-partitions")))
+    config = ConfigRecord({wire.HOSTED: hosted})
+    config[wire.VERSIONS] = [f"{name} {number}" for name, number in versions().items()]
+    return Message(RecordDict({wire.CONFIG: config}), reply_to=message)
+
+
+def _node_number(context: Context, key: str) -> int:
     try:
-        node, nodes = (int(context.node_config[key]) for key in ("partition-id", "num-partitions"))
-    except KeyError as key:
+        return int(context.node_config[key])
+    except KeyError:
         raise ValueError(f"the node config has no {key}; start it with partition-id=I num-partitions=N") from None
-    hosted = list(range(node, _settings(context).clients, nodes))
-    return Message(RecordDict({wire.CONFIG: ConfigRecord({wire.HOSTED: hosted})}), reply_to=message)
 
 
 class _Workplace:
@@ -62,7 +83,14 @@ class _Workplace:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.task = TASKS[settings.task].configured(settings)
-        self.parts = split_indices(settings, self.task.train_labels(), derive_seed(settings.seed, "split"))
+        if settings.split == "nodes":
+            check_task(settings, train=True, test=False)
+            n = len(self.task.train_labels())
+            if n < settings.min_samples:
+                raise ValueError(f"data = {settings.data!r}: {n} examples, min_samples = {settings.min_samples}")
+            self.parts = [np.arange(n)] * settings.clients
+        else:
+            self.parts = split_indices(settings, self.task.train_labels(), derive_seed(settings.seed, "split"))
         self.device = prepare_device(settings.device, settings.threads)
         self.model = self.task.make_model(seed=0).to(self.device)  # overwritten by each message
         self.trained = self.model
@@ -99,7 +127,9 @@ _workplace = lru_cache(maxsize=1)(_Workplace)
 
 
 def _settings(context: Context) -> Settings:
-    return parse(context.run_config)
+    """The run's, with the data and the device that this node's config names."""
+    own = {key: context.node_config[key] for key in NODE_SETTINGS if key in context.node_config}
+    return parse({**context.run_config, **own})
 
 
 def _client(message: Message, context: Context) -> FedClient:

@@ -1,7 +1,7 @@
 """The record of a run: a folder that says what was run, how it went, and what came out.
 
 * settings.toml: every setting; `fedact run RECORD/settings.toml --set name=auto` repeats the run
-* clients.json: how many examples of each class each client has
+* clients.json: how many examples of each class each client has, where the server knows
 * rounds.jsonl: one line per round, written as the round ends; round 0 is the model before training
 * model.safetensors: the final model's state dict
 * summary.json: how the run ended, final and best metrics, duration, versions
@@ -11,11 +11,9 @@ import contextlib
 import itertools
 import json
 import math
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedact_flwr.settings import AUTO, Settings, SettingsError, dump
+from strategies.versions import package_version, versions
 from tasks.task import Task
 
 SETTINGS_FILE = "settings.toml"
@@ -32,7 +31,6 @@ CLIENTS_FILE = "clients.json"
 ROUNDS_FILE = "rounds.jsonl"
 SUMMARY_FILE = "summary.json"
 
-PACKAGES = ("fedact-flwr", "flwr", "torch", "numpy")
 COMPLETED, FAILED, INTERRUPTED = "completed", "failed", "interrupted"
 
 
@@ -145,7 +143,7 @@ def write_summary(folder: Path, status: str, cause: str | None, results: Mapping
         "status": status,
         "cause": cause,
         **results,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {"fedact-flwr": package_version("fedact-flwr"), **versions()},
     }
     (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
 
@@ -154,11 +152,3 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     """summary.json of a record, or None where the run has not ended (or ended without a word)."""
     path = folder / SUMMARY_FILE
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def _version(package: str) -> str | None:
-    """None for a package that is not installed: Flower may run the app from its bundle alone."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

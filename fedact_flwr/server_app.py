@@ -16,14 +16,13 @@ from clients.diagnostics import direction_consistency
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.budget import with_budget
 from fedact_flwr.record import RunRecord
-from fedact_flwr.settings import Settings, SettingsError, check_own_settings, parse
+from fedact_flwr.settings import Settings, SettingsError, check_own_settings, check_task, parse
 from strategies import STRATEGIES, RunFailed, wire
 from strategies.seeds import derive_seed
 from strategies.wire import Vectors
 from tasks import TASKS
 from tasks.blocks import parameter_blocks
 from tasks.split import ImpossibleSplit, label_histograms, split_indices
-from tasks.task import BadData
 
 app = ServerApp()
 
@@ -48,9 +47,11 @@ def run(settings: Settings, grid: Grid) -> None:
         log(WARNING, note)
     with RunRecord(settings, task) as record:
         log(INFO, "record: %s", record.folder)
-        record.write_clients(client_labels(settings))
+        if settings.split != "nodes":
+            record.write_clients(client_labels(settings))
         model = task.make_model(derive_seed(settings.seed, "model")).to(device)
-        test = {name: tensor.to(device) for name, tensor in task.test_examples().items()}
+        evaluates = settings.evaluate_every > 0
+        test = {name: tensor.to(device) for name, tensor in task.test_examples().items()} if evaluates else {}
         trainable = {name for name, _ in trainable_parameters(model)}
         state = exchanged_state(model)
         strategy = STRATEGIES[settings.method](
@@ -65,7 +66,7 @@ def run(settings: Settings, grid: Grid) -> None:
         def end_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             """Flower calls this before the first round, as round 0, and after each."""
             metrics = {}
-            if server_round % settings.evaluate_every == 0 or server_round == settings.rounds:
+            if evaluates and (server_round % settings.evaluate_every == 0 or server_round == settings.rounds):
                 if server_round > 0:
                     load_state(model, strategy.model)
                 metrics = task.evaluate(model, test)
@@ -94,19 +95,14 @@ def check(settings: Settings) -> None:
     check_own_settings(settings)
     if settings.tensorboard and find_spec("tensorboard") is None:
         raise SettingsError("tensorboard = true: the package tensorboard is not installed; allowed is false")
-    if missing := [package for package in TASKS[settings.task].requires if find_spec(package) is None]:
-        raise SettingsError(
-            f"task = {settings.task!r}: it needs packages that are not installed, {', '.join(missing)}; "
-            f"see the optional dependencies in pyproject.toml"
-        )
+    own_data = settings.split == "nodes"  # the nodes check theirs
+    check_task(settings, train=not own_data, test=settings.evaluate_every > 0)
     try:
         prepare_device(settings.device, settings.threads)
-        TASKS[settings.task].configured(settings).check()
-        client_labels(settings)
+        if not own_data:
+            client_labels(settings)
     except (UnavailableDevice, ImpossibleSplit) as error:
         raise SettingsError(str(error)) from None
-    except BadData as error:
-        raise SettingsError(f"{error.key} = {getattr(settings, error.key)!r}: {error}") from None
 
 
 def client_labels(settings: Settings) -> NDArray:

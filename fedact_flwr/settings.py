@@ -3,10 +3,11 @@
 import difflib
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, ValidationError
 from pydantic.fields import FieldInfo
 
 from clients.local_optimizers import LOCAL_OPTIMIZERS
@@ -15,7 +16,7 @@ from clients.settings import LocalSettings
 from strategies import STRATEGIES, ServerSettings
 from tasks import TASKS, TaskSettings
 from tasks.split import SplitSettings
-from tasks.task import ANY_MODEL
+from tasks.task import ANY_MODEL, BadData
 
 PROJECT = Path(__file__).resolve().parent.parent
 AUTO = "auto"
@@ -35,7 +36,7 @@ class Settings(ServerSettings, LocalSettings, SplitSettings, TaskSettings):
 
     task: str
     holdout: Annotated[float, Field(ge=0, le=0.5)]
-    evaluate_every: PositiveInt
+    evaluate_every: NonNegativeInt
     tokens_per_parameter: NonNegativeFloat
     client_gpus: NonNegativeFloat | None
     output: str
@@ -155,6 +156,20 @@ def check_own_settings(settings: Settings) -> None:
     _refuse_foreign(settings, who, own, "methods", methods)
     tasks = {name: set(task.settings_used) for name, task in TASKS.items()}
     _refuse_foreign(settings, settings.task, TASKS[settings.task].settings_used, "tasks", tasks)
+
+
+def check_task(settings: Settings, train: bool, test: bool) -> None:
+    """Refuse a task that can't train, or be tested, with what is on this machine. Raises `SettingsError`."""
+    task = TASKS[settings.task]
+    if missing := [package for package in task.requires if find_spec(package) is None]:
+        raise SettingsError(
+            f"task = {settings.task!r}: it needs packages that are not installed, {', '.join(missing)}; "
+            f"see the optional dependencies in pyproject.toml"
+        )
+    try:
+        task.configured(settings).check(train, test)
+    except BadData as error:
+        raise SettingsError(f"{error.key} = {getattr(settings, error.key)!r}: {error}") from None
 
 
 def _refuse_foreign(

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 from strategies import wire
 from strategies.aggregation import linear_combination
 from strategies.hosts import Hosts
-from strategies.reply import BadReply, Reply, read_metrics, read_reply
+from strategies.reply import BadReply, Reply, last_line, read_metrics, read_reply
 from strategies.seeds import derive_seed
 from strategies.wire import Vectors
 
@@ -301,7 +301,7 @@ class FederatedStrategy(Strategy):
             if reply is None:
                 failure = "no reply in time"
             elif reply.has_error():
-                failure = f"the client failed: {_last_line(reply.error.reason)}"
+                failure = f"the client failed: {last_line(reply.error.reason)}"
             else:
                 try:
                     good.append(read(reply.content, partition))
@@ -348,12 +348,6 @@ class FederatedStrategy(Strategy):
             fewest = min(num_steps)  # powers relative to it can't all underflow
             decay = sum(w * beta2 ** (k - fewest) for w, k in zip(weights, num_steps, strict=True))
             self.steps_done += fewest + math.log(decay) / math.log(beta2)
-
-
-def _last_line(reason: str | None) -> str:
-    """The gist of an error reply: Flower's reason is ``<class 'X'>:<'a whole traceback'>``."""
-    lines = [line.strip() for line in (reason or "").removesuffix("'>").splitlines() if line.strip()]
-    return lines[-1] if lines else "no reason given"
 
 
 def _weighted_metrics(metrics: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:

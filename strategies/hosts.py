@@ -1,7 +1,7 @@
 """Which node hosts which partition of the data: node ids are random in every run, partitions are not."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from logging import INFO, WARNING
 from typing import Any, cast
 
@@ -10,6 +10,8 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from strategies import wire
+from strategies.reply import last_line
+from strategies.versions import versions
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 120.0  # a node may have to start Python and import torch before it can answer
@@ -53,8 +55,29 @@ class Hosts:
         for answer in grid.send_and_receive(questions, timeout=ANSWER_SECONDS):
             node = answer.metadata.src_node_id
             try:
-                hosted = cast(list[Any], answer.content.config_records[wire.CONFIG][wire.HOSTED])
-                self._hosted[node] = [p for p in hosted if p in range(self.clients)]
+                config = answer.content.config_records[wire.CONFIG]
+                hosted = [p for p in cast(list[Any], config[wire.HOSTED]) if p in range(self.clients)]
+                theirs = cast(list[Any], config[wire.VERSIONS])
             except (KeyError, TypeError, ValueError) as error:
-                reason = answer.error.reason if answer.has_error() else repr(error)
+                reason = last_line(answer.error.reason) if answer.has_error() else repr(error)
                 log(WARNING, "node %s does not say what it hosts and is left out: %s", node, reason)
+                continue
+            self._warn_of(node, hosted, theirs)
+            self._hosted[node] = hosted
+
+    def _warn_of(self, node: int, hosted: Sequence[int], theirs: Sequence[str]) -> None:
+        ours = [f"{name} {number}" for name, number in versions().items()]
+        if others := [version for version in theirs if version not in ours]:
+            log(
+                WARNING,
+                "node %s has %s, the server %s: it takes part, but the run's bits depend on it",
+                node, ", ".join(map(str, others)), ", ".join(version for version in ours if version not in theirs),
+            )  # fmt: skip
+        for other, its in self._hosted.items():
+            if both := sorted(set(its) & set(hosted)):
+                log(
+                    WARNING,
+                    "nodes %s and %s both host partition %s, and the latter is asked; if it is not the former, started "
+                    "anew, give each node a partition-id of its own",
+                    other, node, both[0],
+                )  # fmt: skip

@@ -102,3 +102,9 @@ def _check_vector(record: str, vector: Vectors, like: Vectors) -> None:
             )
         if not np.isfinite(array).all():
             raise BadReply(f"{record} {name} has non-finite entries")
+
+
+def last_line(reason: str | None) -> str:
+    """The gist of an error reply: Flower's reason is ``<class 'X'>:<'a whole traceback'>``."""
+    lines = [line.strip() for line in (reason or "").removesuffix("'>").splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason given"

@@ -40,9 +40,10 @@ NUM_EXAMPLES = "num_examples"
 NUM_STEPS = "num_steps"  # K_i, steps really done
 TRAIN_LOSS = "train_loss"
 
-# The query that asks a node which partitions it hosts, and the key of its answer.
+# The query that asks a node which partitions it hosts, and the keys of its answer.
 HOSTED_QUERY = "query.hosted_partitions"
 HOSTED = "hosted"
+VERSIONS = "versions"  # what its bits depend on: "torch 2.14.1", ...
 
 
 def to_record(vectors: Vectors) -> ArrayRecord:

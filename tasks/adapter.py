@@ -48,16 +48,17 @@ class AdapterTask(LanguageTask):
     def texts(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Prompt, in the task's template, and responses of a row. Raises KeyError or TypeError for another form."""
 
-    def check(self) -> None:
+    def check(self, train: bool = True, test: bool = True) -> None:
         if self.settings.base_precision in QUANTIZED and find_spec("bitsandbytes") is None:
             raise BadData(
                 "it needs the package bitsandbytes, which is not installed; allowed are 'float32', 'bfloat16'",
                 "base_precision",
             )
         check_base(self.settings.model, self.settings.lora_targets, len(self.tokenizer))
-        super().check()
-        for train in (True, False):
-            self.all_texts(self.rows(train), "training" if train else "held-out")
+        super().check(train, test)
+        for wanted, is_train, which in ((train, True, "training"), (test, False, "held-out")):
+            if wanted:
+                self.all_texts(self.rows(is_train), which)
 
     def all_texts(self, rows: Any, which: str = "") -> list[tuple[str, ...]]:
         """`texts` of each row. Raises `BadData` where there are none, or a response is empty."""

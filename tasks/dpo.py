@@ -49,11 +49,12 @@ class PreferenceTuning(AdapterTask):
     }
     r, alpha = 8, 16
 
-    def check(self) -> None:
-        there = self.rows(train=True).column_names
-        if missing := [side for side in SIDES if side not in there]:
-            raise BadData(f"{self.source} has no column {missing[0]}; it has {', '.join(there)}")
-        super().check()
+    def check(self, train: bool = True, test: bool = True) -> None:
+        for wanted, is_train in ((train, True), (test, False)):
+            there = self.rows(is_train).column_names if wanted else SIDES
+            if missing := [side for side in SIDES if side not in there]:
+                raise BadData(f"{self.source} has no column {missing[0]}; it has {', '.join(there)}")
+        super().check(train, test)
 
     def texts(self, row: Mapping[str, Any]) -> tuple[str, str, str]:
         """From a row in one of these forms.

@@ -79,6 +79,7 @@ def _reader(path: Path) -> Callable[[ImageSpec, Path, bool], Images]:
         return _from_parquet if path.suffix == ".parquet" else _from_cifar
     formats: list[tuple[Callable[[ImageSpec, Path, bool], Images], str]] = [
         (_from_disk, "dataset_dict.json"),
+        (_from_disk, "dataset_info.json"),
         (_from_parquet, "**/*.parquet"),
         (_from_cifar, "**/*_batch*"),
         (_from_cifar, "**/train.bin"),
@@ -92,7 +93,7 @@ def _reader(path: Path) -> Callable[[ImageSpec, Path, bool], Images]:
         if any(found.is_dir() == sign.endswith("/") for found in path.glob(sign)):
             return reader
     raise BadData(
-        f"{path} holds no format known here: save_to_disk (dataset_dict.json), parquet, a CIFAR archive, idx files, "
+        f"{path} holds no format known here: save_to_disk, parquet, a CIFAR archive, idx files, "
         f"tiny-imagenet-200, or images in train/CLASS/ and test/CLASS/"
     )
 
@@ -124,7 +125,7 @@ def _from_disk(spec: ImageSpec, path: Path, train: bool) -> Images:
     except Exception as error:
         raise BadData(f"{path} can't be read as a saved data set: {first_line(error)}") from error
     if not isinstance(tables, DatasetDict):
-        raise BadData(f"{path} is one split; save a data set with the splits {' and '.join(spec.splits)}")
+        tables = DatasetDict({"train": tables})
     split = _test_or_train(spec, list(tables), train, path)
     return _from_table(spec, f"{path}/{split}", tables[split])
 
@@ -132,9 +133,7 @@ def _from_disk(spec: ImageSpec, path: Path, train: bool) -> Images:
 def _from_parquet(spec: ImageSpec, path: Path, train: bool) -> Images:
     from datasets import load_dataset
 
-    if path.is_file():
-        raise BadData(f"{path} is one file; set data to the folder with the parquet files of both splits")
-    files: dict[str, list[str]] = {}
+    files: dict[str, list[str]] = {"train": [str(path)]} if path.is_file() else {}
     for file in sorted(path.glob("**/*.parquet")):
         # train-00000-of-00001.parquet, or as the hub converts a data set train/0000.parquet
         name = file.name.split("-")[0].removesuffix(".parquet")
@@ -184,6 +183,11 @@ def _from_folder(spec: ImageSpec, path: Path, train: bool) -> Images:
     """train/CLASS/*.png and the like; classes are numbered in the order of their names."""
     split = path / _test_or_train(spec, [p.name for p in path.iterdir() if p.is_dir()], train, path)
     classes = sorted(p.name for p in (path / "train").iterdir() if p.is_dir())
+    if len(classes) != spec.classes:  # else a class that is missing here would number the others anew
+        raise BadData(
+            f"{path / 'train'} has {len(classes)} classes, not {spec.classes}; where a class has no images, let its "
+            f"folder be empty"
+        )
     unknown = [p.name for p in split.iterdir() if p.is_dir() and p.name not in classes]
     if unknown:
         raise BadData(f"{split / unknown[0]} is a class that {path / 'train'} does not have")

@@ -46,11 +46,11 @@ class LanguageTask(Task):
         task.settings = settings
         return task
 
-    def check(self) -> None:
-        for train in (True, False):
-            require_text(self.rows(train), self.columns, self.source)
-        self.train_labels()
-        self.test_examples()
+    def check(self, train: bool = True, test: bool = True) -> None:
+        for wanted, is_train in ((train, True), (test, False)):
+            if wanted:
+                require_text(self.rows(is_train), self.columns, self.source)
+        super().check(train, test)
 
     @property
     def source(self) -> str:

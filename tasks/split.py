@@ -21,7 +21,7 @@ class SplitSettings(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     clients: PositiveInt
-    split: Literal["dirichlet", "dirichlet_priors", "iid", "by_class", "natural"]
+    split: Literal["dirichlet", "dirichlet_priors", "iid", "by_class", "natural", "nodes"]
     dirichlet_alpha: PositiveFloat
     classes_per_client: PositiveInt
     min_samples: PositiveInt
@@ -40,6 +40,8 @@ def split_indices(settings: SplitSettings, labels: NDArray, seed: int) -> list[N
       share of each with its other owners.
     * "natural": whole classes; the i-th goes to client i modulo ``clients``.
 
+    "nodes" is no split: each node has data of its own.
+
     Parameters
     ----------
     labels : array of int, shape (n,)
@@ -51,6 +53,8 @@ def split_indices(settings: SplitSettings, labels: NDArray, seed: int) -> list[N
     ------
     ImpossibleSplit
     """
+    if settings.split == "nodes":
+        raise ImpossibleSplit('split = "nodes": each node has data of its own, and it alone knows which')
     clients, n, classes = settings.clients, len(labels), len(np.unique(labels))
     if clients * settings.min_samples > n:
         raise ImpossibleSplit(

@@ -96,9 +96,12 @@ class Task(ABC):
         """This task as the settings say; itself where none concerns it."""
         return self
 
-    def check(self) -> None:
-        """Raise `BadData` for what would fail in a run: wrong data, and more where a task overrides this."""
-        self.train_labels()
+    def check(self, train: bool = True, test: bool = True) -> None:
+        """Raise `BadData` for what would fail in a run: wrong training or test data, and more in a task's own check."""
+        if train:
+            self.train_labels()
+        if test:
+            self.test_examples()
 
     @abstractmethod
     def train_labels(self) -> NDArray:

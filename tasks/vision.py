@@ -44,9 +44,10 @@ class ImageTask(Task):
         task.settings = settings
         return task
 
-    def check(self) -> None:
-        self._images(train=True)
-        self._images(train=False)
+    def check(self, train: bool = True, test: bool = True) -> None:
+        for wanted, is_train in ((train, True), (test, False)):
+            if wanted:
+                self._images(is_train)
 
     def train_labels(self) -> NDArray:
         return self._images(train=True).labels

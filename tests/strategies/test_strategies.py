@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ from fedact_flwr.inprocess import InProcessGrid
 from fedact_flwr.settings import Settings
 from strategies import STRATEGIES, FedACT, FedAdam, FedAvg, FederatedStrategy, RunFailed, wire
 from strategies.aggregation import linear_combination
-from strategies.federated import _last_line
 from strategies.hosts import Hosts
+from strategies.reply import last_line
+from strategies.versions import versions
 
 MakeSettings = Callable[..., Settings]
 X0 = {"w": np.array([1, 2, 3], np.float32)}
@@ -42,6 +43,11 @@ def reply_of(partition: int, returned: tuple[str, ...]) -> RecordDict:
     return RecordDict(records)
 
 
+def hosting(partitions: list[int], packages: Sequence[str] = ()) -> RecordDict:
+    """A node's answer to which partitions it hosts, and which packages it has."""
+    return RecordDict({wire.CONFIG: ConfigRecord({wire.HOSTED: partitions, wire.VERSIONS: list(packages)})})
+
+
 def grid_of(
     respond: Callable[[int], RecordDict], nodes: int = 2, clients: int = 2
 ) -> tuple[InProcessGrid, list[Message]]:
@@ -56,7 +62,7 @@ def grid_of(
     @app.query("hosted_partitions")
     def query(message: Message, context: Any) -> Message:
         hosted = list(range(context.node_config["partition-id"], clients, nodes))
-        return Message(RecordDict({wire.CONFIG: ConfigRecord({wire.HOSTED: hosted})}), reply_to=message)
+        return Message(hosting(hosted), reply_to=message)
 
     return InProcessGrid(app, nodes, {}), seen
 
@@ -335,7 +341,7 @@ def test_client_evaluation_is_weighted_and_counts_failures(two_clients: MakeSett
 
     @app.query("hosted_partitions")
     def query(message: Message, context: Any) -> Message:
-        return Message(RecordDict({wire.CONFIG: ConfigRecord({wire.HOSTED: [0, 1, 2]})}), reply_to=message)
+        return Message(hosting([0, 1, 2]), reply_to=message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Any) -> Message:
@@ -433,7 +439,7 @@ def test_of_two_nodes_with_one_partition_the_newer_is_asked() -> None:
 
     @app.query("hosted_partitions")
     def query(message: Message, context: Any) -> Message:
-        return Message(RecordDict({wire.CONFIG: ConfigRecord({wire.HOSTED: [0]})}), reply_to=message)
+        return Message(hosting([0]), reply_to=message)
 
     for first_connected in (0, 1):  # whichever id is the larger
         grid = InProcessGrid(app, 2, {})
@@ -446,6 +452,36 @@ def test_of_two_nodes_with_one_partition_the_newer_is_asked() -> None:
         assert hosts.find([0], grid) == {0: both[1 - first_connected]}
 
 
+def test_two_nodes_with_one_partition_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    app = ClientApp()
+
+    @app.query("hosted_partitions")
+    def query(message: Message, context: Any) -> Message:
+        return Message(hosting([[0, 1], [1, 2]][context.node_config["partition-id"]]), reply_to=message)
+
+    grid = InProcessGrid(app, 2, {})
+    first, second = grid.get_node_ids()
+    assert Hosts(clients=3, node_timeout=0).find(range(3), grid) == {0: first, 1: second, 2: second}
+    assert f"nodes {first} and {second} both host partition 1, and the latter is asked" in caplog.text
+
+
+def test_other_versions_are_named_and_take_part(caplog: pytest.LogCaptureFixture) -> None:
+    app = ClientApp()
+
+    @app.query("hosted_partitions")
+    def query(message: Message, context: Any) -> Message:
+        packages = [f"{name} {number}" for name, number in versions().items()]
+        node = context.node_config["partition-id"]
+        return Message(hosting([node], packages if node == 0 else [*packages[:-1], "numpy 0.1"]), reply_to=message)
+
+    grid = InProcessGrid(app, 2, {})
+    same, other = grid.get_node_ids()
+    assert Hosts(clients=2, node_timeout=0).find(range(2), grid) == {0: same, 1: other}
+    ours = f"numpy {versions()['numpy']}"
+    assert f"node {other} has numpy 0.1, the server {ours}: it takes part" in caplog.text
+    assert f"node {same} " not in caplog.text
+
+
 def test_a_node_with_a_bad_answer_is_left_out() -> None:
     app = ClientApp()
 
@@ -454,8 +490,8 @@ def test_a_node_with_a_bad_answer_is_left_out() -> None:
         node = context.node_config["partition-id"]
         if node == 0:
             raise ValueError("no partition-id")
-        record = ConfigRecord({wire.HOSTED: [1, 7]}) if node == 1 else ConfigRecord({})
-        return Message(RecordDict({wire.CONFIG: record}), reply_to=message)
+        answer = hosting([1, 7]) if node == 1 else RecordDict({wire.CONFIG: ConfigRecord()})
+        return Message(answer, reply_to=message)
 
     nodes = Hosts(clients=3, node_timeout=0).find(range(3), InProcessGrid(app, 3, {}))
     assert nodes.keys() == {1}  # partition 7 is none of this run's
@@ -531,9 +567,9 @@ def test_the_gist_of_flowers_error_reply() -> None:
         '  File "client.py", line 3, in fit\n    raise RuntimeError("out of memory")\n'
         "RuntimeError: it's out of memory\n'>"
     )
-    assert _last_line(simulated) == "RuntimeError: it's out of memory"
-    assert _last_line("ValueError: x") == "ValueError: x"
-    assert _last_line(None) == _last_line("") == "no reason given"
+    assert last_line(simulated) == "RuntimeError: it's out of memory"
+    assert last_line("ValueError: x") == "ValueError: x"
+    assert last_line(None) == last_line("") == "no reason given"
 
 
 def test_below_the_quorum_the_model_stays_and_the_run_ends_after_a_while(two_clients: MakeSettings) -> None:

@@ -226,7 +226,7 @@ def test_an_archive_and_image_files_decode_to_the_same_pixels(task: Any, tmp_pat
     images = colour(2 * n + 2, task.spec)  # of each class n to train and one to test
     images[:, 0] = 200  # a red that no other order of channels keeps
     train, test, labels = images[:-2], images[-2:], [0] * n + [1] * n
-    write_folders(tmp_path / "folder", {f"train/{y}": train[y * n : (y + 1) * n] for y in (0, 1)})
+    write_folders(tmp_path / "folder", {f"train/{y}": train[y * n : (y + 1) * n] for y in range(task.spec.classes)})
     write_folders(tmp_path / "folder", {f"test/{y}": test[y : y + 1] for y in (0, 1)})
     files = {name: (train[2 * i : 2 * i + 2], labels[2 * i : 2 * i + 2]) for i, name in enumerate(names)}
     files |= {"test_batch" if task is Cifar10 else "test": (test, [0, 1])}
@@ -398,11 +398,22 @@ def test_damaged_idx_files(tmp_path: Path) -> None:
 
 def test_images_of_another_size_and_no_images(tmp_path: Path) -> None:
     write_folders(tmp_path, {"train/a": colour(1), "train/b": colour(1)[..., :5], "test/a": colour(1)})
+    refused(SMALL, tmp_path, "train has 2 classes, not 3; where a class has no images, let its folder be empty")
+    (tmp_path / "train" / "c").mkdir()
     refused(SMALL, tmp_path, r"train/b/000\.png has 5 x 4 pixels, not 6 x 4")
     (tmp_path / "train/b/000.png").write_bytes(png(colour(1)[0])[:40])
     refused(SMALL, tmp_path, r"train/b/000\.png can't be decoded")
     (tmp_path / "train/b/000.png").write_text("text")
     refused(SMALL, tmp_path, r"train/b/000\.png can't be decoded")
+
+
+def test_a_node_may_have_one_split_alone(tmp_path: Path) -> None:
+    train = colour(4)
+    table(train, [0, 1, 2, 1]).save_to_disk(str(tmp_path / "disk"))
+    table(train, [0, 1, 2, 1]).to_parquet(tmp_path / "file.parquet")
+    for name in ("disk", "file.parquet"):
+        assert_reads(SMALL, tmp_path / name, True, train, [0, 1, 2, 1])
+        refused(SMALL, tmp_path / name, "has no split test or .*, but train", train=False)
 
 
 def test_tables_that_do_not_fit(tmp_path: Path) -> None:
