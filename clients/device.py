@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 
 import torch
+from torch.optim import Optimizer
 
 
 class UnavailableDevice(ValueError):
@@ -31,6 +32,17 @@ def prepare_device(device: str, threads: int) -> torch.device:
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
     return torch.device(device)
+
+
+def spare_dynamo() -> None:
+    """Keep torch's optimizers from importing torch._dynamo, which takes seconds, to tell it to leave them alone.
+
+    For processes that compile nothing. It skips a wrapper around two methods that do no arithmetic.
+    """
+    for method in (Optimizer.add_param_group, Optimizer.zero_grad):
+        function = getattr(method, "__wrapped__", None)  # of torch.compiler's wrapper, where this torch has it
+        if function is not None and not hasattr(function, "__dynamo_disable"):
+            function.__dynamo_disable = function
 
 
 def require_compiler(device: str) -> None:

@@ -13,10 +13,11 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from clients.client import FedClient
-from clients.device import prepare_device, require_compiler
+from clients.device import prepare_device, require_compiler, spare_dynamo
 from clients.methods import CLIENT_METHODS
 from clients.optimizers import StabilityWarning
 from clients.training import num_examples, take
+from fedact_flwr.cache import ExampleCache
 from fedact_flwr.settings import Settings, check_task, parse
 from strategies import wire
 from strategies.seeds import derive_seed
@@ -80,29 +81,34 @@ def _node_number(context: Context, key: str) -> int:
 class _Workplace:
     """What the clients of one process share in one run: the split, a scratch model, and each client's data."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, cache: str) -> None:
         self.settings = settings
+        self.cache = ExampleCache(Path(cache).expanduser() if cache else None, settings)
         self.task = TASKS[settings.task].configured(settings)
         if settings.split == "nodes":
             check_task(settings, train=True, test=False)
-            n = len(self.task.train_labels())
+            n = len(self.cache.labels(self.task.train_labels))
             if n < settings.min_samples:
                 raise ValueError(f"data = {settings.data!r}: {n} examples, min_samples = {settings.min_samples}")
             self.parts = [np.arange(n)] * settings.clients
         else:
-            self.parts = split_indices(settings, self.task.train_labels(), derive_seed(settings.seed, "split"))
+            labels = self.cache.labels(self.task.train_labels)
+            self.parts = split_indices(settings, labels, derive_seed(settings.seed, "split"))
         self.device = prepare_device(settings.device, settings.threads)
         self.model = self.task.make_model(seed=0).to(self.device)  # overwritten by each message
         self.trained = self.model
         if settings.compile:
             require_compiler(self.device.type)
             self.trained = cast(nn.Module, torch.compile(self.model))  # once for all clients
+        else:
+            spare_dynamo()
         self.clients: dict[int, FedClient] = {}
 
     def client(self, partition: int) -> FedClient:
         if partition not in self.clients:
             settings = self.settings
-            examples = self.task.train_examples(self.parts[partition])
+            indices = self.parts[partition]
+            examples = self.cache.examples(indices, lambda: self.task.train_examples(indices))
             examples = {name: tensor.to(self.device) for name, tensor in examples.items()}
             n = num_examples(examples)
             kept = min(n - 1, max(1, round(settings.holdout * n))) if settings.holdout else 0
@@ -133,7 +139,8 @@ def _settings(context: Context) -> Settings:
 
 
 def _client(message: Message, context: Context) -> FedClient:
-    return _workplace(_settings(context)).client(cast(int, _config(message)[wire.PARTITION]))
+    workplace = _workplace(_settings(context), str(context.node_config.get("cache", "")))
+    return workplace.client(cast(int, _config(message)[wire.PARTITION]))
 
 
 def _state_folder(context: Context, name: str) -> Path:
