@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import traceback
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -68,12 +69,15 @@ def run(
     engine: Annotated[
         Engine, typer.Option(help="Flower's simulation, or all clients in this process.")
     ] = Engine.flower,
+    ray: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="A Ray cluster for the simulation; docs/deploy.md.")
+    ] = None,
 ) -> None:
     """Train: the defaults of pyproject.toml, then the files in order, then each --set."""
     console = Console()
     try:
         settings = read_settings(files or [], overrides or [])
-        settings = _for_this_machine(settings, engine)
+        settings = _for_this_machine(settings, engine, ray)
         settings, budget = with_budget(settings)
         folder = make_folder(settings)
         settings = settings.model_copy(update={"output": str(folder.parent), "name": folder.name})
@@ -99,13 +103,11 @@ def run(
     follow = Follow(folder, settings.rounds, TASKS[settings.task].target, console)
     try:
         with follow:
-            _engine(engine, settings, folder / LOG_FILE)()
+            _engine(engine, settings, folder / LOG_FILE, ray)()
     except KeyboardInterrupt:
-        write_summary(folder, INTERRUPTED, "interrupted", results(follow.lines, TASKS[settings.task]))
-        _fail(
-            f"interrupted after {len(follow.lines)} of {settings.rounds} rounds; record: {folder}",
-            RUN_INTERRUPTED,
-        )
+        so_far = results(follow.lines, TASKS[settings.task])
+        write_summary(folder, INTERRUPTED, "interrupted", so_far)
+        _fail(f"interrupted after {so_far['rounds']} of {settings.rounds} rounds; record: {folder}", RUN_INTERRUPTED)
     except Exception as error:
         with (folder / LOG_FILE).open("a") as log:
             traceback.print_exc(file=log)
@@ -260,7 +262,7 @@ def read_settings(files: list[Path], overrides: list[str]) -> Settings:
     return parse(config)
 
 
-def _for_this_machine(settings: Settings, engine: Engine) -> Settings:
+def _for_this_machine(settings: Settings, engine: Engine, ray: str | None) -> Settings:
     """Resolve what depends on the machine, so that both engines and the record agree. Raises `SettingsError`."""
     from clients.device import UnavailableDevice, prepare_device, require_compiler
     from fedact_flwr.server_app import check
@@ -270,6 +272,8 @@ def _for_this_machine(settings: Settings, engine: Engine) -> Settings:
             'split = "nodes": fedact run has no nodes with data of their own; use flwr run on a federation, see '
             "docs/deploy.md"
         )
+    if ray:
+        _check_cluster(ray, engine)
     check(settings)
     device = prepare_device(settings.device, settings.threads).type
     if settings.compile:
@@ -280,7 +284,7 @@ def _for_this_machine(settings: Settings, engine: Engine) -> Settings:
     gpus = settings.client_gpus
     if gpus is None:
         gpus = GPU_SHARE if device == "cuda" else 0.0
-    if engine is Engine.flower:
+    if engine is Engine.flower and not ray:
         _check_resources(settings.threads, device, gpus)
     # the record repeats the run from wherever it is read
     paths = {key: Path(getattr(settings, key)).expanduser() for key in ("data", "tokenizer", "model")}
@@ -288,6 +292,18 @@ def _for_this_machine(settings: Settings, engine: Engine) -> Settings:
         del paths["model"]
     absolute = {key: str(path.resolve()) for key, path in paths.items() if path.exists()}
     return settings.model_copy(update={"device": device, "client_gpus": gpus, **absolute})
+
+
+def _check_cluster(ray: str, engine: Engine) -> None:
+    host, _, port = ray.rpartition(":")
+    if engine is not Engine.flower:
+        raise SettingsError(f"--ray {ray}: allowed with --engine flower")
+    if not host or not port.isdigit():
+        raise SettingsError(f"--ray {ray}: allowed is HOST:PORT, where ray start --head listens")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        raise SettingsError(f"--ray {ray}: no Ray cluster answers there: {error}") from None
 
 
 def _check_resources(threads: int, device: str, gpus: float) -> None:
@@ -302,11 +318,11 @@ def _check_resources(threads: int, device: str, gpus: float) -> None:
         raise SettingsError(f"client_gpus = {gpus}: with device = 'cuda' allowed is above 0, to {cuda}, or \"auto\"")
 
 
-def _engine(engine: Engine, settings: Settings, log_path: Path) -> Callable[[], None]:
+def _engine(engine: Engine, settings: Settings, log_path: Path, ray: str | None) -> Callable[[], None]:
     if engine is Engine.flower:
         from fedact_flwr.simulation import run_simulation
 
-        return lambda: run_simulation(settings, log_path)
+        return lambda: run_simulation(settings, log_path, ray)
 
     from fedact_flwr.client_app import app as client_app
     from fedact_flwr.inprocess import run_inprocess

@@ -32,17 +32,18 @@ class SimulationFailed(RuntimeError):
     """Flower could not carry the run; the message says why."""
 
 
-def run_simulation(settings: Settings, log_path: Path) -> None:
+def run_simulation(settings: Settings, log_path: Path, ray: str | None = None) -> None:
     """Run the app through Flower's simulation and wait for its end; Flower's log goes to ``log_path``.
 
-    One supernode per client, ``threads`` CPUs and ``client_gpus`` GPUs for each client that runs. Whatever ends
-    this function, also Ctrl-C, everything that it started is gone when it returns. Raises `SimulationFailed`.
+    One supernode per client, ``threads`` CPUs and ``client_gpus`` GPUs for each client that runs, on the Ray cluster
+    at the address ``ray``, or one of its own. Whatever ends this function, also Ctrl-C, everything that it started is
+    gone when it returns. Raises `SimulationFailed`.
     """
     # In /tmp and not in TMPDIR, which may be too long: Ray makes sockets in it, whose paths have 107 bytes at most.
     home = Path(tempfile.mkdtemp(prefix="fedact-", dir="/tmp" if os.path.isdir("/tmp") else None))
     try:
         port = _free_port()
-        environment = _environment(home)
+        environment = _environment(home, ray)
         (home / "config.toml").write_text(
             tomli_w.dumps({"superlink": {CONNECTION: {"address": f"127.0.0.1:{port}", "insecure": True}}})
         )
@@ -75,8 +76,8 @@ def _run(settings: Settings, home: Path, port: int, environment: dict[str, str],
         _end(superlink)
 
 
-def _environment(home: Path) -> dict[str, str]:
-    """The user's environment, without what would lead the run to other people's servers."""
+def _environment(home: Path, ray: str | None = None) -> dict[str, str]:
+    """The user's environment, without what would lead the run to other people's servers or another Ray cluster."""
     ours = {
         "FLWR_HOME": str(home),
         "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -85,7 +86,8 @@ def _environment(home: Path) -> dict[str, str]:
         "no_proxy": "127.0.0.1,localhost",
         "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONUNBUFFERED": "1",
-        "RAY_TMPDIR": str(home),  # else Ray joins a cluster that happens to run here
+        # Flower has no setting for a cluster's address; a folder of its own keeps Ray from one that happens to run here
+        **({"RAY_ADDRESS": ray} if ray else {"RAY_TMPDIR": str(home)}),
     }
     return {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | ours
 
