@@ -23,8 +23,10 @@ def submit(connection: str, settings: Settings) -> None:
         command = [str(BIN / "flwr"), "run", str(PROJECT), connection, "--run-config", str(config), "--format", "json"]
         started = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     try:
-        run_id = str(json.loads(started.stdout)["run-id"])
+        answer = json.loads(started.stdout)
+        run_id = str(answer["run-id"])
     except (ValueError, KeyError) as error:
-        raise SimulationFailed(f"flwr run started no run: {started.stdout}") from error
+        reason = started.stdout if isinstance(error, ValueError) else answer.get("error-message", answer)
+        raise SimulationFailed(f"flwr run started no run: {reason}") from error
     subprocess.run([str(BIN / "flwr"), "log", run_id, connection, "--stream"], check=False)
     raise_unless_completed(connection, os.environ, "--run-id", run_id)
