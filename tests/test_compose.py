@@ -49,16 +49,17 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def stack(name: str, *overlays: str, **environment: str) -> Iterator[Compose]:
     """The services, built, up and healthy; afterwards nothing of them is left."""
     project = f"fedact-{name}-{os.getpid()}"
+    environment |= {"FEDACT_PORT": str(_free_port())}
     files = [part for file in ("docker-compose.yml", *overlays) for part in ("-f", file)]
 
     def compose(*arguments: str) -> str:
-        return docker("compose", "-p", project, *files, *arguments, FEDACT_PORT=str(_free_port()), **environment)
+        return docker("compose", "-p", project, *files, *arguments, **environment)
 
     try:
         compose("up", "--build", "-d", "--wait")
         yield compose
     finally:
-        compose("down", "-v", "--remove-orphans")
+        compose("--profile", "run", "down", "-v")  # also a `run` that goes on
     for kind in ("ps -aq", "volume ls -q", "network ls -q"):
         assert not docker(*kind.split(), "--filter", f"label=com.docker.compose.project={project}"), kind
 
