@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests docker-compose.yml on the Docker engine that answers. Where none does, but the folder DOCKER_TOOLS has scripts
-# that bring one, and a base image, with no registry: on that engine, which ends with this script.
+# that bring one, and a base image, with no registry: on that engine, which ends with this script. Arguments are pytest's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -12,6 +12,7 @@ if ! docker info >/dev/null 2>&1; then
     exit 0
   fi
   scratch=$(mktemp -d)
+  export ENGINE_DIR=$scratch/engine
   trap '"$tools/docker-engine.sh" stop; rm -rf "$scratch"' EXIT
   "$tools/docker-engine.sh" install
   exports=$("$tools/docker-engine.sh" start)
@@ -20,4 +21,4 @@ if ! docker info >/dev/null 2>&1; then
   "$python" -m pip download -q --no-deps --dest "$scratch/wheels" "$TORCH"
   WHEELS=$scratch/wheels WORK=$scratch/base "$tools/make-base-image.sh"
 fi
-"$python" -m pytest tests/test_compose.py
+"$python" -m pytest tests/test_compose.py "$@"
