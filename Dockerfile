@@ -1,7 +1,7 @@
 # The image of every service in docker-compose.yml.
 FROM python:3.11-slim AS requirements
 COPY pyproject.toml .
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+RUN python -c "import tomllib as t; print(*t.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
     >/requirements.txt
 
 FROM python:3.11-slim

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Tests docker-compose.yml on the Docker engine that answers. Where none does, but the folder DOCKER_TOOLS has scripts
-# that bring one, and a base image, with no registry: on that engine, which ends with this script. Arguments are pytest's.
+# that bring one, and a base image, with no registry: on that engine, which ends with this script.
+# Arguments are pytest's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

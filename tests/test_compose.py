@@ -90,6 +90,13 @@ def test_a_run_learns_and_each_node_trains_its_own_partition(demo: Compose, tmp_
         assert trained == [(str(r), str(node - 1)) for r in range(1, rounds[-1]["round"] + 1)]
 
 
+def test_a_failed_run_fails_the_command(demo: Compose) -> None:
+    """No client can answer within a millisecond."""
+    sets = ["--set", "name=failed", "--set", "round_timeout=1e-3", "--set", "max_failed_rounds=1"]
+    with pytest.raises(AssertionError, match=r"error: the run failed: .*round 1: 0 good replies"):
+        demo("run", "--rm", "-T", "run", *sets)
+
+
 def test_a_run_goes_on_without_a_killed_node(demo: Compose, tmp_path: Path) -> None:
     sets = ["--set", "name=killed", "--set", "rounds=3", "--set", "local_steps=5"]
     deadline = time.monotonic() + 300
@@ -107,13 +114,6 @@ def test_a_run_goes_on_without_a_killed_node(demo: Compose, tmp_path: Path) -> N
     assert "partition 2" in rounds[2]["failed"][0]
     for line in rounds[2:]:
         assert (line["replies"], line["failures"]) == (2, 1)
-
-
-def test_a_failed_run_fails_the_command(demo: Compose) -> None:
-    """No client can answer within a millisecond."""
-    sets = ["--set", "name=failed", "--set", "round_timeout=1e-3", "--set", "max_failed_rounds=1"]
-    with pytest.raises(AssertionError, match=r"the run failed: .*RunFailed: round 1: 0 good replies"):
-        demo("run", "--rm", "-T", "run", *sets)
 
 
 def test_a_run_over_tls_with_nodes_known_by_their_keys(tmp_path: Path) -> None:
