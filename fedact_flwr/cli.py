@@ -120,6 +120,29 @@ def run(
     console.print(f"record: {folder}", highlight=False, soft_wrap=True, markup=False)
 
 
+@app.command("submit")
+def run_on_superlink(
+    connection: Annotated[str, typer.Argument(help="A SuperLink, by its name in Flower's config.toml.")],
+    files: Files = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train on the nodes of a SuperLink; `output` is a folder of the machine on which the ServerApp runs."""
+    from fedact_flwr.simulation import SimulationFailed
+    from fedact_flwr.submit import submit
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        settings = read_settings(files or [], overrides or [])
+        check_own_settings(settings)
+        submit(connection, settings)
+    except SettingsError as error:
+        _fail(str(error), BAD_SETTINGS)
+    except SimulationFailed as error:
+        _fail(f"the run failed: {error}", RUN_FAILED)
+    except KeyboardInterrupt:
+        _fail("interrupted; a run that has started goes on, `flwr ls` and `flwr stop` reach it", RUN_INTERRUPTED)
+
+
 @app.command("settings")
 def print_settings(files: Files = None, overrides: Overrides = None) -> None:
     """Print all settings of a run as a file that `flwr run . --run-config FILE` takes."""

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from functools import lru_cache
+from logging import INFO
 from pathlib import Path
 from typing import cast
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common import log
 from torch import nn
 
 from clients.client import FedClient
@@ -38,7 +40,16 @@ def train(message: Message, context: Context) -> Message:
     client, config = _client(message, context), dict(_config(message))
     if CLIENT_METHODS[client.settings.method].keeps:
         config[wire.STATE_FOLDER] = str(_state_folder(context, str(config[wire.STATE_FOLDER])))
-    returned, _, metrics = client.fit(_named_arrays(message), config)
+    returned, examples, metrics = client.fit(_named_arrays(message), config)
+    log(
+        INFO,
+        "round %s: partition %s trained %s steps on %s examples, loss %.3f",
+        config[wire.ROUND],
+        config[wire.PARTITION],
+        metrics[wire.NUM_STEPS],
+        examples,
+        metrics[wire.TRAIN_LOSS],
+    )
     records = {name: wire.to_record(vectors) for name, vectors in returned.items()}
     return Message(RecordDict({**records, wire.METRICS: MetricRecord(dict(metrics))}), reply_to=message)
 

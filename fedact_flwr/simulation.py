@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -69,7 +69,7 @@ def _run(settings: Settings, home: Path, port: int, environment: dict[str, str],
         try:
             if stream.wait() != 0:
                 raise SimulationFailed(f"flwr run ended with code {stream.returncode}; the log says why")
-            _raise_unless_completed(environment)
+            raise_unless_completed(CONNECTION, environment)
         finally:
             _end(stream)
     finally:
@@ -132,10 +132,10 @@ def _wait_until_listening(port: int, superlink: subprocess.Popen[bytes]) -> None
     raise SimulationFailed(f"flower-superlink did not start within {START_TIMEOUT:.0f} seconds; the log may say why")
 
 
-def _raise_unless_completed(environment: dict[str, str]) -> None:
-    """`flwr run --stream` exits 0 also when the run failed; the SuperLink knows."""
+def raise_unless_completed(connection: str, environment: Mapping[str, str], *run_id: str) -> None:
+    """`flwr run --stream` exits 0 also when the run failed; the SuperLink knows. ``run_id`` where it has had others."""
     listing = subprocess.run(
-        [str(BIN / "flwr"), "ls", CONNECTION, "--format", "json"],
+        [str(BIN / "flwr"), "ls", connection, *run_id, "--format", "json"],
         env=environment,
         capture_output=True,
         text=True,

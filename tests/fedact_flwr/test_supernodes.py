@@ -12,7 +12,7 @@ import tomli_w
 from fedact_flwr.client_app import app as client_app
 from fedact_flwr.inprocess import run_inprocess
 from fedact_flwr.server_app import app as server_app
-from fedact_flwr.settings import PROJECT, Settings, dump
+from fedact_flwr.settings import Settings, dump
 from fedact_flwr.simulation import BIN, _end, _environment, _free_port, _wait_until_listening
 from strategies.seeds import derive_seed
 
@@ -32,7 +32,7 @@ def process(command: list[str], environment: dict[str, str], log: Path) -> Itera
             _end(started)
 
 
-def wait_for(sign: Callable[[], bool], log: Path, seconds: float = 90) -> None:
+def wait_for(sign: Callable[[], bool], log: Path, seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while not sign():
         assert time.monotonic() < deadline, log.read_text()[-3000:]
@@ -60,18 +60,19 @@ def test_what_a_client_keeps_survives_a_restarted_supernode(
 
     rounds = tmp_path / "network" / "rounds.jsonl"
     superlink = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port)]
-    run = ["flwr", "run", str(PROJECT), "network", "--stream", "--run-config", str(tmp_path / "run.toml")]
+    run = ["fedact", "submit", "network", str(tmp_path / "run.toml")]
     with (
         process(superlink, environment, log) as server,
         process(supernode(1), environment, log),
     ):
         _wait_until_listening(port, server)
-        with process(run, environment, log) as flwr:
+        with process(run, environment, log) as submit:
             with process(supernode(0), environment, log):
                 wait_for(lambda: rounds.exists() and rounds.read_text().count("\n") >= 2, log)
             with process(supernode(0), environment, log):
-                wait_for(lambda: flwr.poll() is not None, log)
+                wait_for(lambda: submit.poll() is not None, log)
 
+    assert submit.returncode == 0, log.read_text()[-3000:]
     assert [p.name for p in (tmp_path / "node0").rglob("round-*")] != []
     own = make_settings(**small, output=str(tmp_path), name="inprocess")
     run_inprocess(server_app, client_app, 2, dump(own))
