@@ -8,7 +8,7 @@ run: $(INSTALLED)
 	.venv/bin/fedact run
 
 test: $(INSTALLED)
-	.venv/bin/pytest
+	.venv/bin/pytest -n 2 --dist loadfile
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check .

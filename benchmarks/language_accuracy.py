@@ -41,8 +41,8 @@ EXPERIMENTS: dict[str, tuple[Sequence[str], Sequence[int], Sequence[str], dict[s
         ("loss", "token_accuracy"),
         {
             "task": "sft", "max_length": 192, "lr": 1e-3, "precision": "bfloat16", "base_precision": "bfloat16",
-            "split": "iid", "clients": 4, "clients_per_round": 4, "rounds": 4, "local_steps": 5, "batch_size": 2,
-            "evaluate_every": 2,
+            "split": "iid", "clients": 4, "clients_per_round": 4, "rounds": 3, "local_steps": 4, "batch_size": 2,
+            "evaluate_every": 3,
         },
     ),
     "dpo": (
@@ -50,8 +50,8 @@ EXPERIMENTS: dict[str, tuple[Sequence[str], Sequence[int], Sequence[str], dict[s
         (1, 2),
         ("loss", "preference_accuracy", "reward_margin"),
         {
-            "task": "dpo", "max_length": 256, "lr": 5e-4, "precision": "bfloat16", "base_precision": "bfloat16",
-            "split": "iid", "clients": 4, "clients_per_round": 4, "rounds": 3, "local_steps": 4, "batch_size": 2,
+            "task": "dpo", "max_length": 192, "lr": 5e-4, "precision": "bfloat16", "base_precision": "bfloat16",
+            "split": "iid", "clients": 4, "clients_per_round": 4, "rounds": 3, "local_steps": 3, "batch_size": 2,
             "evaluate_every": 3,
         },
     ),

@@ -271,7 +271,8 @@ class FederatedStrategy(Strategy):
         self._asked = []
         for partition in sampled:
             if partition not in nodes:
-                log(WARNING, "round %s: no connected node hosts partition %s", server_round, partition)
+                self.failed.append(f"partition {partition}: no connected node hosts it")
+                log(WARNING, "round %s, %s", server_round, self.failed[-1])
                 continue
             config = ConfigRecord(
                 {

@@ -90,7 +90,9 @@ def test_rounds_follow_the_algorithm(
 
     @app.query("hosted_partitions")
     def query(message: Message, context: Any) -> Message:
-        return Message(RecordDict({wire.CONFIG: ConfigRecord({wire.HOSTED: [0, 1, 2]})}), reply_to=message)
+        return Message(
+            RecordDict({wire.CONFIG: ConfigRecord({wire.HOSTED: [0, 1, 2], wire.VERSIONS: []})}), reply_to=message
+        )
 
     @app.train()
     def train(message: Message, context: Any) -> Message:

@@ -82,7 +82,10 @@ def test_on_a_ray_cluster_of_two_nodes(tmp_path: Path, make_settings: Callable[.
     nodes = []
 
     def actors() -> list[psutil.Process]:
-        return [p for p in psutil.process_iter() if "ClientAppActor" in p.name() + "".join(p.cmdline())]
+        return [p for p in node_processes() if "ClientAppActor" in "".join(p.cmdline())]
+
+    def node_processes() -> list[psutil.Process]:
+        return [child for node in nodes for child in psutil.Process(node.pid).children(recursive=True)]
 
     try:
         for where in ([f"--port={port}", "--head", "--include-dashboard=false"], [f"--address=127.0.0.1:{port}"]):

@@ -54,7 +54,7 @@ def test_what_a_client_keeps_survives_a_restarted_supernode(
     (tmp_path / "run.toml").write_text(tomli_w.dumps(dump(settings)))
 
     def supernode(i: int) -> list[str]:
-        node = f"partition-id={i} num-partitions=2 client-state='{tmp_path / f'node{i}'}'"
+        node = f"partition-id={i} num-partitions=2 client-state='{tmp_path / f'node{i}'}' cache='{tmp_path}'"
         address = ["--superlink", f"127.0.0.1:{port}", "--port", str(_free_port())]
         return ["flower-supernode", "--insecure", *address, "--node-config", node]
 
