@@ -42,7 +42,7 @@ EXPERIMENTS: dict[str, tuple[Sequence[str], Sequence[int], Sequence[str], dict[s
         {
             "task": "sft", "max_length": 192, "lr": 1e-3, "precision": "bfloat16", "base_precision": "bfloat16",
             "split": "iid", "clients": 4, "clients_per_round": 4, "rounds": 3, "local_steps": 4, "batch_size": 2,
-            "evaluate_every": 3,
+            "evaluate_every": 3, "max_test_rows": 25,
         },
     ),
     "dpo": (
@@ -51,7 +51,7 @@ EXPERIMENTS: dict[str, tuple[Sequence[str], Sequence[int], Sequence[str], dict[s
         ("loss", "preference_accuracy", "reward_margin"),
         {
             "task": "dpo", "max_length": 192, "lr": 5e-4, "precision": "bfloat16", "base_precision": "bfloat16",
-            "split": "iid", "clients": 4, "clients_per_round": 4, "rounds": 3, "local_steps": 3, "batch_size": 2,
+            "split": "iid", "clients": 4, "clients_per_round": 4, "rounds": 3, "local_steps": 2, "batch_size": 2,
             "evaluate_every": 3,
         },
     ),
