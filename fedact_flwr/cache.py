@@ -80,15 +80,22 @@ def _fingerprint(settings: Settings) -> str:
     for key in ("model", *TASKS[settings.task].settings_used):
         value = getattr(settings, key)
         digest.update(f"\n{key} {json.dumps(value)}".encode())
-        if key in PATHS and (path := Path(value).expanduser()).exists():
+        if key not in PATHS:
+            continue
+        if (path := Path(value).expanduser()).exists():
             _add_files(digest, path, but=WEIGHTS if key == "model" else ())
+        elif "/" in value:  # on the hub: the path of what is here of it says which revision
+            from huggingface_hub import try_to_load_from_cache
+
+            digest.update(str(try_to_load_from_cache(value, "tokenizer_config.json")).encode())
     return digest.hexdigest()[:32]
 
 
 def _add_files(digest: "hashlib._Hash", path: Path, but: tuple[str, ...]) -> None:
     """Names and content of what lies at ``path``."""
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    for file in files:
+    folders = os.walk(path, followlinks=True)
+    files = [path] if path.is_file() else [Path(folder, name) for folder, _, names in folders for name in names]
+    for file in sorted(files):
         if file.suffix not in but:
             with file.open("rb") as opened:
                 content = hashlib.file_digest(opened, hashlib.sha256).hexdigest()

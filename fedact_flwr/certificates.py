@@ -32,7 +32,7 @@ OUR_NAMES = ("ca", "superlink")
 HOST_NAME = re.compile(
     r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*"
 )
-NODE_NAME = re.compile(r"\w[\w.-]*")
+NODE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 def write_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int) -> list[Path]:
@@ -48,15 +48,23 @@ def write_certificates(folder: Path, hosts: Sequence[str], nodes: Sequence[str],
     for node in nodes:
         if not NODE_NAME.fullmatch(node) or node in OUR_NAMES:
             raise SettingsError(
-                f"--node {node}: allowed are letters, digits, '.', '-' and '_', but not {' and '.join(OUR_NAMES)}"
+                f"--node {node}: allowed are up to 64 letters, digits, '.', '-' and '_', but not "
+                f"{' and '.join(OUR_NAMES)}"
             )
-        if (folder / f"{node}.key").exists():
-            raise SettingsError(f"--node {node}: {folder / f'{node}.key'} is there already; allowed is a new name")
     written = []
     try:
+        for node in nodes:
+            if (folder / f"{node}.key").exists() or nodes.count(node) > 1:
+                raise SettingsError(f"--node {node}: its key is there already; allowed is a new name")
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if hosts:
-            if not (folder / "ca.crt").exists():
+            there = [name for name in ("ca.crt", "ca.key") if (folder / name).exists()]
+            if len(there) == 1:
+                raise SettingsError(
+                    f"certs {folder}: it has {there[0]} and not the other of ca.crt and ca.key; allowed is both, or "
+                    f"neither for a new authority"
+                )
+            if not there:
                 written += _write_authority(folder)
             written += _write_superlink(folder, names, days)
         for node in nodes:
@@ -92,6 +100,8 @@ def _write_superlink(folder: Path, names: Sequence[x509.GeneralName], days: int)
         authority_key = load_pem_private_key((folder / "ca.key").read_bytes(), None)
         if not isinstance(authority_key, ec.EllipticCurvePrivateKey):
             raise ValueError("the key is of another kind")
+        if authority_key.public_key() != authority.public_key():
+            raise ValueError("the key is not the certificate's")
     except (ValueError, TypeError) as error:
         raise SettingsError(f"certs {folder}: its ca.crt and ca.key are none of ours: {error}") from None
     key = ec.generate_private_key(CURVE)

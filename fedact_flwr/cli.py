@@ -134,6 +134,10 @@ def run_on_superlink(
     try:
         settings = read_settings(files or [], overrides or [])
         check_own_settings(settings)
+        if not Path(settings.output).is_absolute():
+            raise SettingsError(
+                f"output = {settings.output!r}: allowed is an absolute path, of the machine on which the ServerApp runs"
+            )
         submit(connection, settings)
     except SettingsError as error:
         _fail(str(error), BAD_SETTINGS)
@@ -321,7 +325,7 @@ def _check_cluster(ray: str, engine: Engine) -> None:
     host, _, port = ray.rpartition(":")
     if engine is not Engine.flower:
         raise SettingsError(f"--ray {ray}: allowed with --engine flower")
-    if not host or not port.isdigit():
+    if not host or not (port.isascii() and port.isdecimal()):
         raise SettingsError(f"--ray {ray}: allowed is HOST:PORT, where ray start --head listens")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()

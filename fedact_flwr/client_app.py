@@ -12,6 +12,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common import log
+from numpy.typing import NDArray
 from torch import nn
 
 from clients.client import FedClient
@@ -97,8 +98,7 @@ class _Workplace:
         self.cache = ExampleCache(Path(cache).expanduser() if cache else None, settings)
         self.task = TASKS[settings.task].configured(settings)
         if settings.split == "nodes":
-            check_task(settings, train=True, test=False)
-            n = len(self.cache.labels(self.task.train_labels))
+            n = len(self.cache.labels(self._checked_labels))
             if n < settings.min_samples:
                 raise ValueError(f"data = {settings.data!r}: {n} examples, min_samples = {settings.min_samples}")
             self.parts = [np.arange(n)] * settings.clients
@@ -114,6 +114,10 @@ class _Workplace:
         else:
             spare_dynamo()
         self.clients: dict[int, FedClient] = {}
+
+    def _checked_labels(self) -> NDArray:
+        check_task(self.settings, train=True, test=False)
+        return self.task.train_labels()
 
     def client(self, partition: int) -> FedClient:
         if partition not in self.clients:

@@ -209,6 +209,8 @@ def _check_together(s: Settings) -> None:
         raise SettingsError(
             f"min_replies = {s.min_replies}: allowed is 1 to {s.clients_per_round}, the clients_per_round"
         )
+    if s.split == "nodes" and "data" not in TASKS[s.task].settings_used:
+        raise SettingsError(f"split = 'nodes': task {s.task!r} has its data built in; allowed is another task or split")
     if not s.output:
         raise SettingsError("output = '': allowed is a folder to write to")
     if s.name in ("", ".", "..") or Path(s.name).name != s.name:

@@ -62,6 +62,7 @@ class Hosts:
                 reason = last_line(answer.error.reason) if answer.has_error() else repr(error)
                 log(WARNING, "node %s does not say what it hosts and is left out: %s", node, reason)
                 continue
+            del self._hosted[node]  # so that it is the newest
             self._warn_of(node, hosted, theirs)
             self._hosted[node] = hosted
 

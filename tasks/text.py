@@ -124,7 +124,7 @@ def _names(names: Sequence[str], train: bool, path: Path) -> tuple[Sequence[str]
     if not names:
         raise BadData(f"{path} holds no format known here: save_to_disk, {', '.join(FORMATS)}")
     evaluate = [name for name in names if EVALUATES.search(name.lower())]
-    if len(evaluate) == len(names):
+    if train and len(evaluate) == len(names):
         raise BadData(f"{path}: all of it evaluates ({', '.join(evaluate)}), nothing trains")
     if not evaluate:
         return names, False

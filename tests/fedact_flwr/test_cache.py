@@ -62,6 +62,15 @@ def test_what_could_be_other_is_made_anew(settings: Settings, tmp_path: Path, mo
     assert made(tmp_path / "cache", settings)
 
 
+def test_what_a_linked_folder_holds_counts(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "more.txt").write_text("three")
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
+    assert made(tmp_path / "cache", settings)
+    (tmp_path / "elsewhere" / "more.txt").write_text("seven")
+    assert made(tmp_path / "cache", settings)
+
+
 def test_a_damaged_file_is_made_anew(settings: Settings, tmp_path: Path) -> None:
     assert made(tmp_path / "cache", settings)
     (file,) = (tmp_path / "cache").rglob("*.safetensors")

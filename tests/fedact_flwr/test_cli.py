@@ -49,6 +49,18 @@ def test_run_shows_rounds_and_the_record(tmp_path: Path, monkeypatch: pytest.Mon
     assert "[ROUND 2/2]" in (folder / "run.log").read_text()  # Flower's log
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("run", "no nodes with data of their own; use flwr run"), ("split", "it alone knows which")],
+)
+def test_nodes_with_data_of_their_own_are_not_simulated(command: str, message: str, tmp_path: Path) -> None:
+    own = sets("task=fashion_mnist", "split=nodes", "evaluate_every=0", f"output={tmp_path}")
+    code, output = fedact(command, *own)
+    assert code == 2
+    assert 'split = "nodes": ' in output
+    assert message in output
+
+
 def test_paths_in_the_record_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for split in ("train", "test"):

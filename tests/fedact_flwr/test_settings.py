@@ -176,6 +176,7 @@ def test_settings_are_frozen_and_dump_is_read_back() -> None:
         ("output", 3, "a string"),
         ("clients_per_round", 11, "1 to 10"),
         ("min_replies", 11, "1 to 10"),
+        ("split", "nodes", "another task or split"),  # digits are built in
         ("lr_min", 1.0, "0 to 0.003"),
         ("rouns", 3, "did you mean rounds"),
         ("name", "", "the name of a folder"),

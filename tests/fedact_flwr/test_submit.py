@@ -13,9 +13,15 @@ def submit(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_connection_that_is_not_there_exits_1_with_the_cause(tmp_path: Path) -> None:
-    result = submit(tmp_path)
+    result = submit(tmp_path, "--set", f"output={tmp_path}")
     assert result.returncode == 1
     assert "SuperLink connection 'nowhere' not found" in result.stderr
+
+
+def test_a_relative_output_exits_2(tmp_path: Path) -> None:
+    result = submit(tmp_path)
+    assert result.returncode == 2
+    assert "error: output = 'runs': allowed is an absolute path" in result.stderr
 
 
 def test_a_wrong_setting_exits_2(tmp_path: Path) -> None:

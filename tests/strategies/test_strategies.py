@@ -465,6 +465,23 @@ def test_two_nodes_with_one_partition_are_named(caplog: pytest.LogCaptureFixture
     assert f"nodes {first} and {second} both host partition 1, and the latter is asked" in caplog.text
 
 
+def test_of_nodes_asked_together_the_one_that_answered_last_is_the_newer(caplog: pytest.LogCaptureFixture) -> None:
+    class Backwards(InProcessGrid):
+        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+            return list(super().send_and_receive(messages, timeout=timeout))[::-1]
+
+    app = ClientApp()
+
+    @app.query("hosted_partitions")
+    def query(message: Message, context: Any) -> Message:
+        return Message(hosting([0]), reply_to=message)
+
+    grid = Backwards(app, 2, {})
+    first, second = grid.get_node_ids()
+    assert Hosts(clients=1, node_timeout=0).find([0], grid) == {0: first}
+    assert f"nodes {second} and {first} both host partition 0, and the latter is asked" in caplog.text
+
+
 def test_other_versions_are_named_and_take_part(caplog: pytest.LogCaptureFixture) -> None:
     app = ClientApp()
 

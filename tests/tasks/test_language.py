@@ -123,6 +123,13 @@ def test_rows_of_each_format(kind: str, tmp_path: Path) -> None:
         assert list(load_rows(SPEC, str(data), True, 2)["text"]) == ["a", "b"]
 
 
+def test_a_server_may_have_a_file_that_evaluates_alone(tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text("\n".join(json.dumps({"text": str(i)}) for i in range(20)))
+    assert len(load_rows(SPEC, str(tmp_path / "test.jsonl"), False, 0)) == 20
+    with pytest.raises(BadData, match=r"all of it evaluates \(test\.jsonl\), nothing trains"):
+        load_rows(SPEC, str(tmp_path / "test.jsonl"), True, 0)
+
+
 def test_one_file_is_held_out_from(tmp_path: Path) -> None:
     (tmp_path / "latest.jsonl").write_text("\n".join(json.dumps({"text": str(i)}) for i in range(20)))
     assert len(load_rows(SPEC, str(tmp_path / "latest.jsonl"), True, 0)) == 19
