@@ -110,6 +110,8 @@ def client_labels(settings: Settings) -> NDArray:
 
     Raises `tasks.task.BadData` and `tasks.split.ImpossibleSplit`.
     """
+    if settings.split == "nodes":
+        raise ImpossibleSplit('split = "nodes": each node has data of its own, and it alone knows which')
     labels = TASKS[settings.task].configured(settings).train_labels()
     return label_histograms(split_indices(settings, labels, derive_seed(settings.seed, "split")), labels)
 

@@ -53,8 +53,6 @@ def split_indices(settings: SplitSettings, labels: NDArray, seed: int) -> list[N
     ------
     ImpossibleSplit
     """
-    if settings.split == "nodes":
-        raise ImpossibleSplit('split = "nodes": each node has data of its own, and it alone knows which')
     clients, n, classes = settings.clients, len(labels), len(np.unique(labels))
     if clients * settings.min_samples > n:
         raise ImpossibleSplit(
