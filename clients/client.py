@@ -1,6 +1,7 @@
 """The client: a Flower NumPyClient that trains and evaluates one partition's data."""
 
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from strategies.wire import Vectors
 from tasks.task import Examples, Task
 
 Named = Mapping[str, Vectors]  # named arrays by record name
+
+# What is received is the message's own memory, and read only.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
 class FedClient(NumPyClient):

@@ -3,10 +3,13 @@
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import cast
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from strategies.wire import Vectors
 
 Vector = Tensor | NDArray | Sequence[Tensor | NDArray]
 
@@ -22,18 +25,46 @@ def direction_consistency(deltas: Sequence[Vector]) -> float:
     deltas : sequence
         One vector per client: a tensor, a NumPy array, or a sequence of them in the same order for each client.
     """
-    clients = [_parts(delta) for delta in deltas]
-    dots = torch.zeros(len(clients), dtype=torch.float64)  # delta_i . mean
-    squares = torch.zeros(len(clients), dtype=torch.float64)
-    mean_square = 0.0
-    for parts in zip(*clients, strict=True):  # tensor by tensor, so that one is widened at a time
-        stacked = torch.stack([part.double().flatten() for part in parts])
-        mean = stacked.mean(0)
-        dots += (stacked @ mean).cpu()
-        squares += stacked.square().sum(1).cpu()
-        mean_square += mean.square().sum().item()
-    lengths = squares.sqrt() * math.sqrt(mean_square)
-    return torch.where(lengths > 0, dots / lengths, 0.0).mean().item()
+    consistency = DirectionConsistency()
+    for delta in deltas:
+        consistency.add_parts(cast(Sequence[Tensor], delta if isinstance(delta, (list, tuple)) else [delta]))
+    return consistency.value()
+
+
+class DirectionConsistency:
+    """`direction_consistency` of deltas that come one after another, in the memory of two.
+
+    The mean of the cosines is the cosine's formula for the sum of the unit vectors: with m the mean delta,
+    sum_i (delta_i . m) / (|delta_i| |m|) = (sum_i delta_i / |delta_i|) . m / |m|. Both sums run in float32.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sum: list[Tensor] = []
+        self._directions: list[Tensor] = []
+
+    def add(self, delta: Vectors) -> None:
+        self.add_parts(list(delta.values()))
+
+    def add_parts(self, parts: Sequence[Tensor | NDArray]) -> None:
+        tensors = [torch.as_tensor(part) for part in parts]
+        norm = _norm(tensors)
+        if not self._sum:
+            self._sum, self._directions = ([torch.zeros_like(t) for t in tensors] for _ in range(2))
+        self._count += 1
+        if norm > 0:
+            torch._foreach_add_(self._sum, tensors)
+            torch._foreach_add_(self._directions, tensors, alpha=1 / norm)
+
+    def value(self) -> float:
+        norm = _norm(self._sum)
+        if norm == 0:
+            return 0.0
+        pairs = zip(self._directions, self._sum, strict=True)  # one tensor at a time, so that one is widened
+        return sum((u.double() * m.double()).sum().item() for u, m in pairs) / norm / self._count
+
+    def metrics(self) -> dict[str, float]:
+        return {"direction_consistency": self.value()}
 
 
 def positive_score_ratio(score: Tensor) -> float:
@@ -52,6 +83,5 @@ def top_score_mass(score: Tensor, p: float) -> float:
     return magnitude.topk(count).values.sum().item() / total if total > 0 else 0.0
 
 
-def _parts(vector: Vector) -> list[Tensor]:
-    parts = vector if isinstance(vector, (list, tuple)) else [vector]
-    return [torch.as_tensor(part) for part in parts]
+def _norm(parts: Sequence[Tensor]) -> float:
+    return math.hypot(*(torch.linalg.vector_norm(part, dtype=torch.float64).item() for part in parts))

@@ -180,8 +180,8 @@ def _state_folder(context: Context, name: str) -> Path:
 
 
 def _named_arrays(message: Message) -> Mapping[str, wire.Vectors]:
-    return {name: wire.from_record(record) for name, record in message.content.array_records.items()}
+    return {name: wire.from_record(record) for name, record in wire.array_records(message.content).items()}
 
 
 def _config(message: Message) -> ConfigRecord:
-    return message.content.config_records[wire.CONFIG]
+    return cast(ConfigRecord, message.content[wire.CONFIG])

@@ -1,4 +1,4 @@
-"""Flower's apps in one process: no SuperLink, no Ray; a client runs when its message is sent."""
+"""Flower's apps in one process: no SuperLink, no Ray; a client runs when its reply is asked for."""
 
 from collections.abc import Iterable, Mapping
 from logging import ERROR
@@ -28,7 +28,7 @@ class InProcessGrid(Grid):
         # Flower's Message takes its identity from the process, which the SuperLink sets otherwise
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN_ID, SERVER_NODE_ID, 1
         self._client_app = client_app
-        self._replies: dict[str, Message] = {}
+        self._unanswered: dict[str, Message] = {}
         self._contexts = {
             SERVER_NODE_ID + 1 + i: Context(
                 run_id=RUN_ID,
@@ -61,21 +61,22 @@ class InProcessGrid(Grid):
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Run the clients; an exception in one becomes an error reply, as in Flower."""
-        ids = []
-        for message in messages:
-            message.metadata.__dict__["_message_id"] = message_id = str(uuid4())
-            try:
-                reply = self._client_app(message, self._contexts[message.metadata.dst_node_id])
-            except Exception as error:
-                log(ERROR, "the client failed", exc_info=error)
-                reply = Message(Error(CLIENT_FAILED, f"{type(error).__name__}: {error}"), reply_to=message)
-            self._replies[message_id] = reply
-            ids.append(message_id)
-        return ids
+        new = {str(uuid4()): message for message in messages}
+        for message_id, message in new.items():
+            message.metadata.__dict__["_message_id"] = message_id
+        self._unanswered |= new
+        return list(new)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
+        """Run the clients; an exception in one becomes an error reply, as in Flower."""
+        return [self._answer(self._unanswered.pop(i)) for i in message_ids if i in self._unanswered]
+
+    def _answer(self, message: Message) -> Message:
+        try:
+            return self._client_app(message, self._contexts[message.metadata.dst_node_id])
+        except Exception as error:
+            log(ERROR, "the client failed", exc_info=error)
+            return Message(Error(CLIENT_FAILED, f"{type(error).__name__}: {error}"), reply_to=message)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         return self.pull_messages(self.push_messages(messages))

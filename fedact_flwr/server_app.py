@@ -1,7 +1,6 @@
 """The ServerApp: one run from its settings to its record."""
 
 import secrets
-from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from logging import INFO, WARNING
 
@@ -12,14 +11,13 @@ from numpy.typing import NDArray
 
 from clients.client import exchanged_state, load_state, trainable_parameters
 from clients.device import UnavailableDevice, prepare_device
-from clients.diagnostics import direction_consistency
+from clients.diagnostics import DirectionConsistency
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.budget import with_budget
 from fedact_flwr.record import RunRecord
 from fedact_flwr.settings import Settings, SettingsError, check_own_settings, check_task, parse
 from strategies import STRATEGIES, RunFailed, wire
 from strategies.seeds import derive_seed
-from strategies.wire import Vectors
 from tasks import TASKS
 from tasks.blocks import parameter_blocks
 from tasks.split import ImpossibleSplit, label_histograms, split_indices
@@ -57,7 +55,7 @@ def run(settings: Settings, grid: Grid) -> None:
         strategy = STRATEGIES[settings.method](
             settings,
             buffers=frozenset(state.keys() - trainable),
-            diagnose=_consistency if settings.diagnostics else None,
+            diagnose=DirectionConsistency if settings.diagnostics else None,
             blocks=parameter_blocks(model),
             # beside the record where clients are on this machine; on any other no run has the same
             state_folder=f"{record.folder.name}/clients-{secrets.token_hex(4)}",
@@ -114,7 +112,3 @@ def client_labels(settings: Settings) -> NDArray:
         raise ImpossibleSplit('split = "nodes": each node has data of its own, and it alone knows which')
     labels = TASKS[settings.task].configured(settings).train_labels()
     return label_histograms(split_indices(settings, labels, derive_seed(settings.seed, "split")), labels)
-
-
-def _consistency(deltas: Sequence[Vectors]) -> Mapping[str, float]:
-    return {"direction_consistency": direction_consistency([list(delta.values()) for delta in deltas])}

@@ -1,9 +1,10 @@
 """Methods that share the global correction Delta_G and the mean second moments v_bar: FedACT and its relatives."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strategies import wire
 from strategies.aggregation import linear_combination
@@ -45,14 +46,20 @@ class FedAdamW(FederatedStrategy):
         blocks = self.blocks if self.settings.second_moment == "block" else {}
         return {name: np.zeros(blocks.get(name, 1), x.dtype) for name, x in parameters.items()}
 
-    def fold(self, replies: Sequence[Reply], weights: Sequence[float], lr: float) -> None:
-        deltas = [self.parameters(reply.delta) for reply in replies]
-        per_step = [-w / (reply.num_steps * lr) for w, reply in zip(weights, replies, strict=True)]
-        self.state[wire.CORRECTION] = linear_combination(per_step, deltas)
-        self.state[wire.SECOND_MOMENT] = linear_combination(
-            weights, [reply.vectors[wire.SECOND_MOMENT] for reply in replies]
-        )
-        self.move(replies, weights)
+    def terms(self, reply: Reply) -> Mapping[str, Vectors]:
+        """Where K_i differs, the mean of delta_i / K_i is none of the deltas' mean, and a sum of its own."""
+        if not self.settings.local_epochs:
+            return reply.vectors
+        per_step = {name: delta / np.float32(reply.num_steps) for name, delta in self.parameters(reply.delta).items()}
+        return {**reply.vectors, wire.CORRECTION: per_step}
+
+    def fold(self, mean: dict[str, dict[str, NDArray]], replies: int, lr: float) -> None:
+        per_step, steps = mean.get(wire.CORRECTION), 1
+        if per_step is None:
+            per_step, steps = mean[wire.DELTA], self.settings.local_steps
+        self.state[wire.CORRECTION] = linear_combination([-1 / (steps * lr)], [self.parameters(per_step)])
+        self.state[wire.SECOND_MOMENT] = mean[wire.SECOND_MOMENT]
+        self.move(mean[wire.DELTA])
 
 
 class FedLADA(FedAdamW):

@@ -1,12 +1,11 @@
 """Adaptive steps on the server: Reddi et al. 2021, arXiv:2003.00295."""
 
-from collections.abc import Sequence
-
 import numpy as np
+from numpy.typing import NDArray
 
+from strategies import wire
 from strategies.aggregation import linear_combination
 from strategies.federated import FederatedStrategy
-from strategies.reply import Reply
 
 FIRST, SECOND = "server_m", "server_v"
 
@@ -27,11 +26,11 @@ class FedAdam(FederatedStrategy):
     source = "Reddi et al. 2021, arXiv:2003.00295"
     settings_used = ("server_beta1", "server_beta2", "server_eps")
 
-    def fold(self, replies: Sequence[Reply], weights: Sequence[float], lr: float) -> None:
+    def fold(self, mean: dict[str, dict[str, NDArray]], replies: int, lr: float) -> None:
         s = self.settings
-        mean = linear_combination(weights, [self.parameters(reply.delta) for reply in replies])
-        squared = {name: d * d for name, d in mean.items()}
-        m = linear_combination([s.server_beta1, 1 - s.server_beta1], [self.state[FIRST], mean])
+        delta = self.parameters(mean[wire.DELTA])
+        squared = {name: d * d for name, d in delta.items()}
+        m = linear_combination([s.server_beta1, 1 - s.server_beta1], [self.state[FIRST], delta])
         v = linear_combination([s.server_beta2, 1 - s.server_beta2], [self.state[SECOND], squared])
         self.state |= {FIRST: m, SECOND: v}
-        self.move(replies, weights, {name: m[name] / (np.sqrt(v[name]) + s.server_eps) for name in m})
+        self.move(mean[wire.DELTA], {name: m[name] / (np.sqrt(v[name]) + s.server_eps) for name in m})

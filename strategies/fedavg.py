@@ -3,10 +3,10 @@
 g is the gradient of a local step, lam the weight decay; w_i are the weights of the replies, 1/S by default.
 """
 
-from collections.abc import Sequence
+from numpy.typing import NDArray
 
+from strategies import wire
 from strategies.federated import FederatedStrategy
-from strategies.reply import Reply
 
 
 class FedAvg(FederatedStrategy):
@@ -18,8 +18,8 @@ class FedAvg(FederatedStrategy):
 
     source = "McMahan et al. 2017, arXiv:1602.05629"
 
-    def fold(self, replies: Sequence[Reply], weights: Sequence[float], lr: float) -> None:
-        self.move(replies, weights)
+    def fold(self, mean: dict[str, dict[str, NDArray]], replies: int, lr: float) -> None:
+        self.move(mean[wire.DELTA])
 
 
 class FedProx(FedAvg):

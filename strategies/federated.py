@@ -2,20 +2,22 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from logging import ERROR, INFO, WARNING
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from strategies import wire
-from strategies.aggregation import linear_combination
+from strategies.aggregation import RunningMean
+from strategies.exchange import exchange
 from strategies.hosts import Hosts
 from strategies.reply import BadReply, Reply, last_line, read_metrics, read_reply
 from strategies.seeds import derive_seed
@@ -23,7 +25,18 @@ from strategies.wire import Vectors
 
 WHOLE_STATE = ("model", "state", "steps_done", "folded", "failed_in_a_row", "state_folder")  # attributes of a strategy
 T = TypeVar("T")
-Diagnose = Callable[[Sequence[Vectors]], Mapping[str, float]]
+Answers = Iterable[Message | None]  # of the clients that were asked, in that order; None where one gave none
+Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class Diagnosis(Protocol):
+    """What is measured of a round's deltas."""
+
+    def add(self, delta: Vectors) -> None:
+        """Of the trainable parameters, in the order of partitions."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """After the last delta: what joins the metrics of the round."""
 
 
 class ServerSettings(BaseModel):
@@ -72,6 +85,9 @@ class RunFailed(RuntimeError):
 class FederatedStrategy(Strategy):
     """Samples partitions, sends the state, checks the replies and folds them in the order of partitions.
 
+    Replies are taken and added up one at a time, so that memory does not depend on their number: x and the state, a
+    sum for each record that is returned, and one reply.
+
     Parameters
     ----------
     settings : ServerSettings
@@ -82,12 +98,12 @@ class FederatedStrategy(Strategy):
     state_folder : str
         Names this run where clients keep their state: a relative path that no other run has.
     diagnose : callable, optional
-        Called each round with the deltas of the trainable parameters; what it returns joins the metrics.
+        Makes the `Diagnosis` of a round.
 
     Attributes
     ----------
     model : Vectors
-        x, parameters and buffers, as of the last good round.
+        x, parameters and buffers, as of the last good round. A round makes new arrays and leaves the old as they were.
     state : dict of str to Vectors
         What the method keeps beside x, by record name: float32, 0 at first, with the shapes that `like` gives.
     steps_done : float
@@ -103,6 +119,7 @@ class FederatedStrategy(Strategy):
     broadcast: ClassVar[tuple[str, ...]] = ()  # records sent beside the model
     returned: ClassVar[tuple[str, ...]] = ()  # records returned beside the delta
     kept: ClassVar[tuple[str, ...]] = ()  # records of `state` that stay on the server
+    unweighted: ClassVar[tuple[str, ...]] = ()  # records returned whose mean counts each client once
     settings_used: ClassVar[tuple[str, ...]] = ()  # settings that it reads and not every method has
     default_server_lr: ClassVar[float] = 1.0  # where server_lr is "auto"
     source: ClassVar[str] = ""  # where the method comes from
@@ -111,7 +128,7 @@ class FederatedStrategy(Strategy):
         self,
         settings: ServerSettings,
         buffers: frozenset[str] = frozenset(),
-        diagnose: Diagnose | None = None,
+        diagnose: Callable[[], Diagnosis] | None = None,
         blocks: Mapping[str, int] | None = None,
         state_folder: str = "clients",
     ) -> None:
@@ -128,18 +145,23 @@ class FederatedStrategy(Strategy):
         self.round_metrics: dict[str, float] = {}
         self._hosts = Hosts(settings.clients, settings.node_timeout)
         self._asked: list[tuple[Message, int]] = []  # this round's messages and their partitions
-        self._arrays: ArrayRecord | None = None  # the record that `model` was read from or written to
+        self._sent: dict[str, ArrayRecord] = {}  # the model and what is broadcast, as they travel
         self._num_asked = 0
         self.failed: list[str] = []  # of the round: partition and node of each client that failed, and why
 
     # ---- the method's half
 
     @abstractmethod
-    def fold(self, replies: Sequence[Reply], weights: Sequence[float], lr: float) -> None:
-        """Fold checked replies, sorted by partition, into ``model`` and ``state``.
+    def fold(self, mean: dict[str, dict[str, NDArray]], replies: int, lr: float) -> None:
+        """Make the next ``model`` and ``state`` of the means of what the clients returned.
 
-        ``weights`` sum to 1; ``lr`` is the learning rate that the clients used.
+        ``mean`` has a record for each that `terms` gives, whose memory is free to use; ``replies`` is S, ``lr`` the
+        learning rate that the clients used.
         """
+
+    def terms(self, reply: Reply) -> Mapping[str, Vectors]:
+        """What of a checked reply enters the means, by record."""
+        return reply.vectors
 
     def like(self, record: str) -> Vectors:
         """Arrays with the names, shapes and dtypes of a record of ``broadcast``, ``returned`` or ``kept``."""
@@ -157,7 +179,42 @@ class FederatedStrategy(Strategy):
             setattr(self, name, state[name])
         self.folded = {int(partition): int(r) for partition, r in self.folded.items()}  # JSON's keys are strings
 
-    # ---- training
+    # ---- the loop
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Evaluate | None = None,
+    ) -> Result:
+        """Flower's loop, but for replies, which come one at a time and in the order of partitions (`exchange`)."""
+        config, result, arrays = ConfigRecord(), Result(), initial_arrays
+        self.summary()
+
+        def evaluate(server_round: int) -> None:
+            metrics = evaluate_fn(server_round, arrays) if evaluate_fn else None
+            if metrics is not None:
+                result.evaluate_metrics_serverapp[server_round] = metrics
+
+        evaluate(0)
+        for server_round in range(1, num_rounds + 1):
+            log(INFO, "[ROUND %s/%s]", server_round, num_rounds)
+            messages = list(self.configure_train(server_round, arrays, train_config or config, grid))
+            new, metrics = self._fold_round(server_round, exchange(grid, messages, timeout))
+            if new is not None:
+                result.arrays = arrays = new
+            result.train_metrics_clientapp[server_round] = metrics
+
+            messages = list(self.configure_evaluate(server_round, arrays, evaluate_config or config, grid))
+            client_metrics = self._mean_metrics(exchange(grid, messages, timeout))
+            if client_metrics is not None:
+                result.evaluate_metrics_clientapp[server_round] = client_metrics
+            evaluate(server_round)
+        return result
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -165,17 +222,28 @@ class FederatedStrategy(Strategy):
         self.round_metrics = {"round": server_round, "lr": self.settings.learning_rate(server_round)}
         self.failed = []
         self._adopt(arrays)
-        state = {name: wire.to_record(self.state[name]) for name in self.broadcast}
-        return self._ask(MessageType.TRAIN, server_round, {wire.MODEL: arrays, **state}, grid)
+        return self._ask(MessageType.TRAIN, server_round, self._sent, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Fold the replies, which may come in any order."""
+        return self._fold_round(server_round, self._in_order(replies))
+
+    def _fold_round(self, server_round: int, answers: Answers) -> tuple[ArrayRecord | None, MetricRecord]:
         returned = {record: self.like(record) for record in self.returned}
         steps = None if self.settings.local_epochs else self.settings.local_steps
-        good = self._collect(
-            replies, lambda content, partition: read_reply(content, partition, self.model, returned, steps)
-        )
+        means: defaultdict[str, RunningMean] = defaultdict(RunningMean)
+        diagnosis = self.diagnose() if self.diagnose else None
+        good: list[Reply] = []
+        for reply in self._read(answers, lambda c, partition: read_reply(c, partition, self.model, returned, steps)):
+            weight = reply.num_examples if self.settings.weighting == "examples" else 1
+            for record, vectors in self.terms(reply).items():
+                means[record].add(vectors, 1 if record in self.unweighted else weight)
+            if diagnosis:
+                diagnosis.add(self.parameters(reply.delta))
+            good.append(reply.without_vectors())
+            del reply, vectors  # before the next one comes
         self.round_metrics |= {"replies": len(good), "failures": self._num_asked - len(good)}
         if len(good) < self.settings.min_replies:
             self._count_failed_round(server_round, len(good))
@@ -185,33 +253,31 @@ class FederatedStrategy(Strategy):
         weights = self._weights([reply.num_examples for reply in good])
         # what clients report never overwrites what the server knows
         self.round_metrics = _weighted_metrics([reply.metrics for reply in good], weights) | self.round_metrics
-        if self.diagnose:
-            self.round_metrics |= self.diagnose([self.parameters(reply.delta) for reply in good])
-        self.fold(good, weights, self.settings.learning_rate(server_round))
+        if diagnosis:
+            self.round_metrics |= diagnosis.metrics()
+        self.fold(
+            {record: mean.result() for record, mean in means.items()},
+            len(good),
+            self.settings.learning_rate(server_round),
+        )
         self._count_steps([reply.num_steps for reply in good], weights)
-        self.folded |= {reply.partition: server_round for reply in good}
+        self.folded = self.folded | {reply.partition: server_round for reply in good}
+        self._serialize()
+        return self._sent[wire.MODEL], MetricRecord(dict(self.round_metrics))
 
-        self._arrays = wire.to_record(self.model)
-        return self._arrays, MetricRecord(dict(self.round_metrics))
+    def move(self, delta: dict[str, NDArray], direction: Vectors | None = None) -> None:
+        """``x <- x + server_lr * direction``, by default the mean ``delta``, whose memory the new x takes.
 
-    def move(self, replies: Sequence[Reply], weights: Sequence[float], direction: Vectors | None = None) -> None:
-        """``x <- x + server_lr * direction``, by default the weighted mean of the deltas.
-
-        Buffers always move by their whole mean delta; those that are no floats (counters) can't be averaged and are
-        taken from the first reply.
+        Buffers always move by their whole mean delta; those that are no floats (counters) are taken from it.
         """
-        mean = linear_combination(weights, [reply.delta for reply in replies])
-        direction = direction or mean
-        model: dict[str, NDArray] = {}
         for name, x in self.model.items():
+            moved = delta[name]
             if not np.issubdtype(x.dtype, np.floating):
-                moved = replies[0].delta[name]
-            elif name in self.buffers:
-                moved = x + mean[name]
-            else:
-                moved = x + x.dtype.type(self.settings.server_lr) * direction[name]
-            model[name] = np.asarray(moved, dtype=x.dtype)  # a sum of 0-d arrays is a scalar
-        self.model = model
+                continue
+            if name not in self.buffers:
+                np.multiply((direction or delta)[name], x.dtype.type(self.settings.server_lr), out=moved)
+            np.add(x, moved, out=moved)
+        self.model = delta
 
     # ---- evaluation on the clients
 
@@ -223,9 +289,12 @@ class FederatedStrategy(Strategy):
         return self._ask(MessageType.EVALUATE, server_round, {wire.MODEL: arrays}, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        return self._mean_metrics(self._in_order(replies))
+
+    def _mean_metrics(self, answers: Answers) -> MetricRecord | None:
         if not self.settings.client_evaluation:
             return None
-        good = self._collect(replies, read_metrics)
+        good = list(self._read(answers, read_metrics))
         self.round_metrics["client_failures"] = self._num_asked - len(good)
         if not good:
             return None
@@ -248,14 +317,23 @@ class FederatedStrategy(Strategy):
 
     def _adopt(self, arrays: ArrayRecord) -> None:
         """Read x from Flower's record, unless it is the one that the last round wrote."""
-        if arrays is not self._arrays:
-            self._arrays = arrays
-            self.model = wire.from_record(arrays)
+        if arrays is self._sent.get(wire.MODEL):
+            return
+        self.model = wire.from_record(arrays)
         if not self.state:
             self.state = {
                 record: {name: np.zeros_like(x) for name, x in self.like(record).items()}
                 for record in (*self.broadcast, *self.kept)
             }
+        self._serialize()
+
+    def _serialize(self) -> None:
+        """Write what is sent, once for all messages; from then on the arrays are views of that, in the same memory."""
+        self._sent = {wire.MODEL: wire.to_record(self.model)}
+        self.model = wire.from_record(self._sent[wire.MODEL])
+        for record in self.broadcast:
+            self._sent[record] = wire.to_record(self.state[record])
+            self.state[record] = wire.from_record(self._sent[record])
 
     def parameters(self, vectors: Vectors) -> Vectors:
         """The trainable part of ``vectors``."""
@@ -291,33 +369,34 @@ class FederatedStrategy(Strategy):
         self._count_bytes("bytes_sent", (message.content for message, _ in self._asked))
         return [message for message, _ in self._asked]
 
-    def _collect(self, replies: Iterable[Message], read: Callable[[RecordDict, int], T]) -> list[T]:
-        """Read the replies in the order of partitions; bad and missing ones are named and left out."""
+    def _in_order(self, replies: Iterable[Message]) -> Answers:
         by_question = {reply.metadata.reply_to_message_id: reply for reply in replies}
-        self._count_bytes("bytes_received", (r.content for r in by_question.values() if r.has_content()))
-        good = []
+        return [by_question.get(message.metadata.message_id) for message, _ in self._asked]
+
+    def _read(self, answers: Answers, read: Callable[[RecordDict, int], T]) -> Iterator[T]:
+        """What the good replies say, in the order of partitions; bad and missing ones are named and left out."""
+        each = iter(answers)  # zip would hold on to a reply until the next one is there
         for message, partition in self._asked:
-            reply = by_question.get(message.metadata.message_id)
-            failure = None
+            reply, failure = next(each), None
             if reply is None:
                 failure = "no reply in time"
             elif reply.has_error():
                 failure = f"the client failed: {last_line(reply.error.reason)}"
             else:
+                self._count_bytes("bytes_received", [reply.content])
                 try:
-                    good.append(read(reply.content, partition))
+                    yield read(reply.content, partition)
                 except BadReply as reason:
                     failure = f"reply refused: {reason}"
             if failure:
                 self.failed.append(f"partition {partition}, node {message.metadata.dst_node_id}: {failure}")
                 log(WARNING, "round %s, %s", message.metadata.group_id, self.failed[-1])
-        self._asked = []
-        return good
+            del reply
 
     def _count_bytes(self, metric: str, contents: Iterable[RecordDict]) -> None:
         """Add the arrays of these messages, as they are serialized, to a metric of the round."""
         arrays = sum(
-            len(array.data) for c in contents for record in c.array_records.values() for array in record.values()
+            len(array.data) for c in contents for record in wire.array_records(c).values() for array in record.values()
         )
         self.round_metrics[metric] = self.round_metrics.get(metric, 0) + arrays
 

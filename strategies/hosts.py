@@ -5,11 +5,12 @@ from collections.abc import Iterable, Sequence
 from logging import INFO, WARNING
 from typing import Any, cast
 
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
 from strategies import wire
+from strategies.exchange import exchange
 from strategies.reply import last_line
 from strategies.versions import versions
 
@@ -52,10 +53,12 @@ class Hosts:
             return
         self._hosted |= {node: [] for node in new}
         questions = [Message(RecordDict(), node, wire.HOSTED_QUERY) for node in new]
-        for answer in grid.send_and_receive(questions, timeout=ANSWER_SECONDS):
+        for answer in exchange(grid, questions, ANSWER_SECONDS):
+            if answer is None:
+                continue
             node = answer.metadata.src_node_id
             try:
-                config = answer.content.config_records[wire.CONFIG]
+                config = cast(ConfigRecord, answer.content[wire.CONFIG])
                 hosted = [p for p in cast(list[Any], config[wire.HOSTED]) if p in range(self.clients)]
                 theirs = cast(list[Any], config[wire.VERSIONS])
             except (KeyError, TypeError, ValueError) as error:

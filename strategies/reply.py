@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from flwr.app import RecordDict
+from flwr.app import MetricRecord, RecordDict
 
 from strategies import wire
 from strategies.wire import Vectors
@@ -32,6 +32,10 @@ class Reply:
     def delta(self) -> Vectors:
         return self.vectors[wire.DELTA]
 
+    def without_vectors(self) -> "Reply":
+        """What is to be remembered when the vectors are folded: a few numbers."""
+        return replace(self, vectors={})
+
 
 def read_reply(
     content: RecordDict,
@@ -46,7 +50,8 @@ def read_reply(
     it must have, ``local_steps`` the number of steps, if it is one for all. Raises `BadReply`.
     """
     expected = {wire.DELTA: model, **returned}
-    missing = [name for name in expected if name not in content.array_records]
+    records = wire.array_records(content)
+    missing = [name for name in expected if name not in records]
     if missing:
         raise BadReply(f"records {', '.join(missing)} are missing")
     metrics = read_metrics(content, partition)
@@ -57,7 +62,7 @@ def read_reply(
     vectors = {}
     for name, like in expected.items():
         try:
-            vector = wire.from_record(content.array_records[name])
+            vector = wire.from_record(records[name])
         except Exception as error:  # bytes from outside: whatever the decoder raises, the reply is bad
             raise BadReply(f"record {name} can't be decoded: {error}") from error
         _check_vector(name, vector, like)
@@ -76,9 +81,10 @@ def read_reply(
 
 def read_metrics(content: RecordDict, partition: int) -> dict[str, float]:
     """The metrics of the reply for ``partition``, all finite. Raises `BadReply`."""
-    if wire.METRICS not in content.metric_records:
+    record = content.get(wire.METRICS)
+    if not isinstance(record, MetricRecord):
         raise BadReply(f"record {wire.METRICS} is missing")
-    metrics = {key: v for key, v in content.metric_records[wire.METRICS].items() if not isinstance(v, list)}
+    metrics = {key: v for key, v in record.items() if not isinstance(v, list)}
     odd = [key for key, value in metrics.items() if not math.isfinite(value)]
     if odd:
         raise BadReply(f"metric {odd[0]} is {metrics[odd[0]]}")

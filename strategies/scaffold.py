@@ -1,11 +1,10 @@
 """Methods whose clients correct their drift with control variates, which both sides keep."""
 
-from collections.abc import Sequence
+from numpy.typing import NDArray
 
 from strategies import wire
 from strategies.aggregation import linear_combination
 from strategies.federated import FederatedStrategy
-from strategies.reply import Reply
 
 
 class Scaffold(FederatedStrategy):
@@ -23,12 +22,12 @@ class Scaffold(FederatedStrategy):
     source = "Karimireddy et al. 2020, arXiv:1910.06378"
     broadcast = (wire.CONTROL,)
     returned = (wire.CONTROL,)
+    unweighted = (wire.CONTROL,)
 
-    def fold(self, replies: Sequence[Reply], weights: Sequence[float], lr: float) -> None:
-        changes = [reply.vectors[wire.CONTROL] for reply in replies]
-        shares = [1 / self.settings.clients] * len(replies)
-        self.state[wire.CONTROL] = linear_combination([1.0, *shares], [self.state[wire.CONTROL], *changes])
-        self.move(replies, weights)
+    def fold(self, mean: dict[str, dict[str, NDArray]], replies: int, lr: float) -> None:
+        share = replies / self.settings.clients
+        self.state[wire.CONTROL] = linear_combination([1, share], [self.state[wire.CONTROL], mean[wire.CONTROL]])
+        self.move(mean[wire.DELTA])
 
 
 class FAdamGC(Scaffold):

@@ -6,10 +6,13 @@ arrays are named by the model's own parameter and buffer names. A method's vecto
 for second moments that may travel as means over blocks (`second_moment`): n numbers for n equal runs of rows.
 """
 
+import math
 from collections.abc import Mapping
+from io import BytesIO
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.common.constant import SType
 from numpy.typing import NDArray
 
 # Named tensors shaped like (part of) the model. The arrays are read-only by convention.
@@ -46,11 +49,38 @@ HOSTED = "hosted"
 VERSIONS = "versions"  # what its bits depend on: "torch 2.14.1", ...
 
 
+def array_records(content: RecordDict) -> dict[str, ArrayRecord]:
+    """The array records of a message.
+
+    Flower's own ``content.array_records``, as its siblings, makes an object that holds itself and the content, so that
+    the arrays stay until the garbage collector happens to come by.
+    """
+    return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
+
+
 def to_record(vectors: Vectors) -> ArrayRecord:
     """Named arrays as a Flower record; NumPy scalars, which arithmetic makes of 0-d arrays, are arrays again."""
     return ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in vectors.items()})
 
 
 def from_record(record: ArrayRecord) -> dict[str, NDArray]:
-    """The named arrays of a Flower record. Pickled arrays are refused by Flower's decoder."""
-    return {name: array.numpy() for name, array in record.items()}
+    """The named arrays of a Flower record, as read-only views of its bytes.
+
+    Raises ValueError where the bytes are not one array as `to_record` writes it; nothing is unpickled, and nothing is
+    allocated that is not there.
+    """
+    return {name: _view(array) for name, array in record.items()}
+
+
+def _view(array: Array) -> NDArray:
+    """What Flower's ``Array.numpy`` gives, but without a copy."""
+    if array.stype != SType.NUMPY:
+        raise ValueError(f"serialized as {array.stype!r}, not {SType.NUMPY!r}")
+    file = BytesIO(array.data)
+    if (version := np.lib.format.read_magic(file)) != (1, 0):
+        raise ValueError(f"version {version} of NumPy's format, not (1, 0)")
+    shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
+    if dtype.hasobject:
+        raise ValueError("Python objects, not numbers")
+    view = np.frombuffer(array.data, dtype, math.prod(shape), file.tell())
+    return view.reshape(shape, order="F" if fortran_order else "C")

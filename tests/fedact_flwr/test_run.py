@@ -21,6 +21,7 @@ from fedact_flwr.record import RunRecord
 from fedact_flwr.server_app import app as run_server
 from fedact_flwr.settings import Settings, SettingsError, dump, parse
 from strategies import STRATEGIES, RunFailed
+from strategies.exchange import exchange
 from strategies.hosts import ANSWER_SECONDS
 from strategies.seeds import derive_seed
 from tasks import TASKS
@@ -161,10 +162,10 @@ def test_a_client_whose_state_is_lost_is_named_and_left_out(
     settings = make_settings(**(SMALL | {"clients_per_round": 4}), method="scaffold")
 
     class Losing(InProcessGrid):
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        def push_messages(self, messages: Any) -> Any:
             for path in Path(settings.output).rglob("2/round-1.safetensors"):
                 path.unlink()
-            return super().send_and_receive(messages, timeout=timeout)
+            return super().push_messages(messages)
 
     server_app.run(settings, Losing(client_app, 4, dump(settings)))
     assert [line["failures"] for line in rounds_of(Path(settings.output) / "run")] == [0, 1, 1]
@@ -294,14 +295,14 @@ def test_models_with_buffers_and_scalars(
     assert all(line["failures"] == 0 for line in rounds_of(folder))
 
 
-def test_the_timeouts_of_the_settings_are_used(make_settings: MakeSettings) -> None:
+def test_the_timeouts_of_the_settings_are_used(make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     timeouts = []
 
-    class Watched(InProcessGrid):
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-            timeouts.append(timeout)
-            return super().send_and_receive(messages, timeout=timeout)
+    def watched(grid: Any, questions: Any, timeout: float) -> Any:
+        timeouts.append(timeout)
+        return exchange(grid, questions, timeout)
 
-    settings = make_settings(**(SMALL | {"rounds": 1}), round_timeout=77.0)
-    server_app.run(settings, Watched(client_app, 4, dump(settings)))
+    for module in ("federated", "hosts"):
+        monkeypatch.setattr(f"strategies.{module}.exchange", watched)
+    run(make_settings(**(SMALL | {"rounds": 1}), round_timeout=77.0))
     assert timeouts == [ANSWER_SECONDS, 77.0, 77.0]  # query, train, evaluate

@@ -48,9 +48,7 @@ def environment(folder: Path) -> dict[str, str]:
     return os.environ | {"COLUMNS": "200", "FEDACT_TEST": str(folder)}
 
 
-def test_same_bits_as_in_process_and_nothing_left_behind(
-    tmp_path: Path, make_settings: Callable[..., Settings]
-) -> None:
+def test_a_run_leaves_a_record_and_nothing_else(tmp_path: Path) -> None:
     result = subprocess.run(
         [*FEDACT, *sets(*SMALL, f"output={tmp_path}", "name=flower")],
         capture_output=True, text=True, env=environment(tmp_path), timeout=180, cwd=tmp_path,
@@ -58,20 +56,8 @@ def test_same_bits_as_in_process_and_nothing_left_behind(
     assert result.returncode == 0, result.stderr
     assert "round 2/2  accuracy" in result.stdout
     assert f"record: {tmp_path / 'flower'}" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["flower"]
     assert not processes_of(tmp_path)
-
-    settings = make_settings(
-        clients=4, clients_per_round=3, rounds=2, local_steps=3, output=str(tmp_path), name="inprocess"
-    )
-    run_inprocess(server_app, client_app, settings.clients, dump(settings))
-    flower, inprocess = ((tmp_path / name) for name in ("flower", "inprocess"))
-    assert (flower / "model.safetensors").read_bytes() == (inprocess / "model.safetensors").read_bytes()
-    timing = {"seconds", "client_seconds"}
-    for a, b in zip(*((p / "rounds.jsonl").read_text().splitlines() for p in (flower, inprocess)), strict=True):
-        a_metrics, b_metrics = json.loads(a), json.loads(b)
-        assert {k: v for k, v in a_metrics.items() if k not in timing} == {
-            k: v for k, v in b_metrics.items() if k not in timing
-        }
 
 
 def test_on_a_ray_cluster_of_two_nodes(tmp_path: Path, make_settings: Callable[..., Settings]) -> None:
@@ -79,13 +65,11 @@ def test_on_a_ray_cluster_of_two_nodes(tmp_path: Path, make_settings: Callable[.
     folder, port = Path(tempfile.mkdtemp(dir="/tmp")), _free_port()  # Ray's sockets have short paths
     marked = environment(tmp_path) | {"RAY_TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
     start = [str(BIN / "ray"), "start", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=1"]
-    nodes = []
+    nodes: list[subprocess.Popen[str]] = []
 
-    def actors() -> list[psutil.Process]:
-        return [p for p in node_processes() if "ClientAppActor" in "".join(p.cmdline())]
-
-    def node_processes() -> list[psutil.Process]:
-        return [child for node in nodes for child in psutil.Process(node.pid).children(recursive=True)]
+    def has_clients(node: subprocess.Popen[str]) -> bool:
+        processes = psutil.Process(node.pid).children(recursive=True)
+        return any("ClientAppActor" in "".join(process.cmdline()) for process in processes)
 
     try:
         for where in ([f"--port={port}", "--head", "--include-dashboard=false"], [f"--address=127.0.0.1:{port}"]):
@@ -93,16 +77,17 @@ def test_on_a_ray_cluster_of_two_nodes(tmp_path: Path, make_settings: Callable[.
             nodes.append(node)
             assert node.stdout
             assert any("Ray runtime started" in line for line in node.stdout)
-        small = {"clients": 4, "clients_per_round": 4, "rounds": 2, "local_steps": 3}
+        small = {"clients": 4, "clients_per_round": 3, "rounds": 2, "local_steps": 3}
         own = sets(*(f"{key}={value}" for key, value in small.items()), f"output={tmp_path}", "name=ray", "device=cpu")
         run = subprocess.Popen([*FEDACT, "--ray", f"127.0.0.1:{port}", *own], env=environment(tmp_path))
-        hosts: set[int] = set()
+        trained: set[int] = set()
         while run.poll() is None:
-            with contextlib.suppress(psutil.Error):
-                hosts |= {actor.ppid() for actor in actors()}
+            for node in nodes:
+                with contextlib.suppress(psutil.Error):  # a process that has just ended
+                    trained |= {node.pid} if has_clients(node) else set()
             time.sleep(0.1)
         assert run.returncode == 0
-        assert len(hosts) == 2  # the two nodes' raylets
+        assert trained == {node.pid for node in nodes}
         assert all(node.poll() is None for node in nodes)
     finally:
         for node in reversed(nodes):

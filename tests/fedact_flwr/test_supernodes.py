@@ -1,9 +1,10 @@
 """Over the network: a SuperLink and SuperNodes as processes of their own."""
 
+import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,30 +14,77 @@ from fedact_flwr.client_app import app as client_app
 from fedact_flwr.inprocess import run_inprocess
 from fedact_flwr.server_app import app as server_app
 from fedact_flwr.settings import Settings, dump
-from fedact_flwr.simulation import BIN, _end, _environment, _free_port, _wait_until_listening
+from fedact_flwr.simulation import BIN, _end, _environment, _free_port, _wait_until_listening, run_simulation
 from strategies.seeds import derive_seed
 
 SEED = 6  # samples partitions 0, 1, 1, 0
 
 
-@contextmanager
-def process(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("ab") as file:
-        started = subprocess.Popen(
-            [str(BIN / command[0]), *command[1:]], env=environment, stdout=file, stderr=file, start_new_session=True,
-            cwd=log.parent,
-        )  # fmt: skip
-        try:
-            yield started
-        finally:
-            _end(started)
+class Network:
+    """A SuperLink, whose SuperNodes and runs are processes that end with their `with` block."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log, self.port = folder, folder / "flower.log", _free_port()
+        self.environment = _environment(folder) | {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1"}
+        connection = {"address": f"127.0.0.1:{self.port}", "insecure": True}
+        (folder / "config.toml").write_text(tomli_w.dumps({"superlink": {"network": connection}}))
+
+    @contextmanager
+    def process(self, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+        with self.log.open("ab") as file:
+            started = subprocess.Popen(
+                [str(BIN / command[0]), *command[1:]], env=self.environment, stdout=file, stderr=file,
+                start_new_session=True, cwd=self.folder,
+            )  # fmt: skip
+            try:
+                yield started
+            finally:
+                _end(started)
+
+    @contextmanager
+    def superlink(self) -> Iterator[None]:
+        options = ["--insecure", "--host", "127.0.0.1", "--port", str(self.port)]
+        with self.process("flower-superlink", *options) as started:
+            _wait_until_listening(self.port, started)
+            yield
+
+    def supernode(self, i: int) -> AbstractContextManager[subprocess.Popen[bytes]]:
+        node = f"partition-id={i} num-partitions=2 client-state='{self.folder / f'node{i}'}' cache='{self.folder}'"
+        address = ["--superlink", f"127.0.0.1:{self.port}", "--port", str(_free_port())]
+        return self.process("flower-supernode", "--insecure", *address, "--node-config", node)
+
+    def submit(self, settings: Settings) -> AbstractContextManager[subprocess.Popen[bytes]]:
+        (self.folder / "run.toml").write_text(tomli_w.dumps(dump(settings)))
+        return self.process("fedact", "submit", "network", str(self.folder / "run.toml"))
+
+    def wait_for(self, sign: Callable[[], bool], seconds: float = 180) -> None:
+        deadline = time.monotonic() + seconds
+        while not sign():
+            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
+            time.sleep(0.2)
 
 
-def wait_for(sign: Callable[[], bool], log: Path, seconds: float = 180) -> None:
-    deadline = time.monotonic() + seconds
-    while not sign():
-        assert time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.2)
+def test_the_same_bits_from_every_engine(tmp_path: Path, make_settings: Callable[..., Settings]) -> None:
+    """In this process, in Flower's simulation, and by a SuperLink and two SuperNodes."""
+    small = {"clients": 2, "clients_per_round": 2, "rounds": 2, "local_steps": 3, "output": str(tmp_path)}
+    run_inprocess(server_app, client_app, 2, dump(make_settings(**small, name="inprocess")))
+    run_simulation(make_settings(**small, name="simulation"), tmp_path / "simulation.log")
+    network = Network(tmp_path)
+    with (
+        network.superlink(), network.supernode(0), network.supernode(1),
+        network.submit(make_settings(**small, name="network")) as run,
+    ):  # fmt: skip
+        network.wait_for(lambda: run.poll() is not None)
+    assert run.returncode == 0, network.log.read_text()[-3000:]
+
+    records = [tmp_path / engine for engine in ("inprocess", "simulation", "network")]
+    models = [(record / "model.safetensors").read_bytes() for record in records]
+    assert models[0] == models[1] == models[2]
+    rounds = [[json.loads(line) for line in (r / "rounds.jsonl").read_text().splitlines()] for r in records]
+    for line in (line for run_lines in rounds for line in run_lines):
+        line["seconds"] = line["client_seconds"] = 0
+    assert rounds[0] == rounds[1] == rounds[2]
+    assert [line["failures"] for line in rounds[0][1:]] == [0, 0]
 
 
 def test_what_a_client_keeps_survives_a_restarted_supernode(
@@ -46,37 +94,20 @@ def test_what_a_client_keeps_survives_a_restarted_supernode(
     sampled = [np.random.default_rng(derive_seed(SEED, r, "train", "sample")).choice(2, 1)[0] for r in (1, 2, 3, 4)]
     assert sampled == [0, 1, 1, 0]
     small = {"method": "scaffold", "seed": SEED, "clients": 2, "clients_per_round": 1, "rounds": 4, "local_steps": 3}
-    settings = make_settings(**small, output=str(tmp_path), name="network")
-    port, log = _free_port(), tmp_path / "flower.log"
-    environment = _environment(tmp_path) | {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1"}
-    connection = {"address": f"127.0.0.1:{port}", "insecure": True}
-    (tmp_path / "config.toml").write_text(tomli_w.dumps({"superlink": {"network": connection}}))
-    (tmp_path / "run.toml").write_text(tomli_w.dumps(dump(settings)))
-
-    def supernode(i: int) -> list[str]:
-        node = f"partition-id={i} num-partitions=2 client-state='{tmp_path / f'node{i}'}' cache='{tmp_path}'"
-        address = ["--superlink", f"127.0.0.1:{port}", "--port", str(_free_port())]
-        return ["flower-supernode", "--insecure", *address, "--node-config", node]
-
-    rounds = tmp_path / "network" / "rounds.jsonl"
-    superlink = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port)]
-    run = ["fedact", "submit", "network", str(tmp_path / "run.toml")]
+    network, rounds = Network(tmp_path), tmp_path / "network" / "rounds.jsonl"
     with (
-        process(superlink, environment, log) as server,
-        process(supernode(1), environment, log),
-    ):
-        _wait_until_listening(port, server)
-        with process(run, environment, log) as submit:
-            with process(supernode(0), environment, log):
-                wait_for(lambda: rounds.exists() and rounds.read_text().count("\n") >= 2, log)
-            with process(supernode(0), environment, log):
-                wait_for(lambda: submit.poll() is not None, log)
+        network.superlink(), network.supernode(1),
+        network.submit(make_settings(**small, output=str(tmp_path), name="network")) as run,
+    ):  # fmt: skip
+        with network.supernode(0):
+            network.wait_for(lambda: rounds.exists() and rounds.read_text().count("\n") >= 2)
+        with network.supernode(0):
+            network.wait_for(lambda: run.poll() is not None)
 
-    assert submit.returncode == 0, log.read_text()[-3000:]
+    log = network.log.read_text()[-3000:]
+    assert run.returncode == 0, log
     assert [p.name for p in (tmp_path / "node0").rglob("round-*")] != []
-    own = make_settings(**small, output=str(tmp_path), name="inprocess")
-    run_inprocess(server_app, client_app, 2, dump(own))
-    network, inprocess = (tmp_path / name for name in ("network", "inprocess"))
-    assert '"failures": 0' in rounds.read_text(), log.read_text()[-3000:]
-    assert '"failures": 1' not in rounds.read_text(), log.read_text()[-3000:]
-    assert (network / "model.safetensors").read_bytes() == (inprocess / "model.safetensors").read_bytes()
+    assert [json.loads(line).get("failures") for line in rounds.read_text().splitlines()] == [None, 0, 0, 0, 0], log
+    run_inprocess(server_app, client_app, 2, dump(make_settings(**small, output=str(tmp_path), name="inprocess")))
+    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("network", "inprocess"))
+    assert a == b

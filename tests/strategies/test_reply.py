@@ -1,7 +1,7 @@
 """`read_reply` reads what comes from outside: whatever arrives, it gives a sane reply or says why not."""
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -27,13 +27,16 @@ numbers = st.one_of(st.integers(-(2**62), 2**62), st.floats())
     second_moment=records,
     changes=st.dictionaries(st.sampled_from([*METRICS, "other"]), numbers, max_size=3),
     local_steps=st.sampled_from([None, 2, 3]),
+    names=st.lists(st.sampled_from([wire.DELTA, wire.SECOND_MOMENT, wire.METRICS]), max_size=1),
 )
 def test_gives_a_sane_reply_or_says_why_not(
-    delta: ArrayRecord, second_moment: ArrayRecord, changes: dict, local_steps: int | None
+    delta: ArrayRecord, second_moment: ArrayRecord, changes: dict, local_steps: int | None, names: list[str]
 ) -> None:
     content = RecordDict(
         {wire.DELTA: delta, wire.SECOND_MOMENT: second_moment, wire.METRICS: MetricRecord(METRICS | changes)}
     )
+    for name in names:  # a record of another kind in the place of the right one
+        content[name] = ConfigRecord({"x": 1})
     try:
         reply = read_reply(content, 0, MODEL, {wire.SECOND_MOMENT: MODEL}, local_steps)
     except BadReply:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from fedact_flwr.inprocess import InProcessGrid
 from fedact_flwr.settings import Settings
 from strategies import STRATEGIES, FedACT, FedAdam, FedAvg, FederatedStrategy, RunFailed, wire
 from strategies.aggregation import linear_combination
+from strategies.exchange import exchange
 from strategies.hosts import Hosts
 from strategies.reply import last_line
 from strategies.versions import versions
@@ -29,18 +31,22 @@ EXAMPLES = [1, 3]
 
 
 def reply_of(partition: int, returned: tuple[str, ...]) -> RecordDict:
-    records: dict[str, Any] = {wire.DELTA: wire.to_record({"w": DELTAS[partition]})}
+    records: dict[str, Any] = {wire.DELTA: wire.to_record({"w": DELTAS[partition % 2]})}
     if wire.SECOND_MOMENT in returned:
-        records[wire.SECOND_MOMENT] = wire.to_record({"w": SECOND_MOMENTS[partition]})
-    records[wire.METRICS] = MetricRecord(
+        records[wire.SECOND_MOMENT] = wire.to_record({"w": SECOND_MOMENTS[partition % 2]})
+    records[wire.METRICS] = metrics_of(partition)
+    return RecordDict(records)
+
+
+def metrics_of(partition: int) -> MetricRecord:
+    return MetricRecord(
         {
             wire.PARTITION: partition,
-            wire.NUM_EXAMPLES: EXAMPLES[partition],
-            wire.NUM_STEPS: STEPS[partition],
+            wire.NUM_EXAMPLES: EXAMPLES[partition % 2],
+            wire.NUM_STEPS: STEPS[partition % 2],
             wire.TRAIN_LOSS: float(partition),
         }
     )
-    return RecordDict(records)
 
 
 def hosting(partitions: list[int], packages: Sequence[str] = ()) -> RecordDict:
@@ -320,9 +326,12 @@ def test_buffers_are_averaged_and_counters_taken(two_clients: MakeSettings) -> N
 def test_diagnose_sees_the_deltas_of_trainable_parameters(two_clients: MakeSettings) -> None:
     seen: list[Any] = []
 
-    def diagnose(deltas: Any) -> dict[str, float]:
-        seen.extend(deltas)
-        return {"mine": 7.0}
+    class Diagnosis:
+        def add(self, delta: Any) -> None:
+            seen.append(delta)
+
+        def metrics(self) -> dict[str, float]:
+            return {"mine": 7.0}
 
     def respond(partition: int) -> RecordDict:
         content = reply_of(partition, ())
@@ -330,7 +339,7 @@ def test_diagnose_sees_the_deltas_of_trainable_parameters(two_clients: MakeSetti
         return content
 
     x0 = {**X0, "buffer": np.zeros(2, np.float32)}
-    strategy = FedAvg(two_clients(method="fedavg"), buffers=frozenset({"buffer"}), diagnose=diagnose)
+    strategy = FedAvg(two_clients(method="fedavg"), buffers=frozenset({"buffer"}), diagnose=Diagnosis)
     _, metrics = one_round(strategy, grid_of(respond)[0], arrays=wire.to_record(x0))
     assert metrics["mine"] == 7
     assert [{name: a.tolist() for name, a in delta.items()} for delta in seen] == [{"w": d.tolist()} for d in DELTAS]
@@ -465,23 +474,6 @@ def test_two_nodes_with_one_partition_are_named(caplog: pytest.LogCaptureFixture
     assert f"nodes {first} and {second} both host partition 1, and the latter is asked" in caplog.text
 
 
-def test_of_nodes_asked_together_the_one_that_answered_last_is_the_newer(caplog: pytest.LogCaptureFixture) -> None:
-    class Backwards(InProcessGrid):
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-            return list(super().send_and_receive(messages, timeout=timeout))[::-1]
-
-    app = ClientApp()
-
-    @app.query("hosted_partitions")
-    def query(message: Message, context: Any) -> Message:
-        return Message(hosting([0]), reply_to=message)
-
-    grid = Backwards(app, 2, {})
-    first, second = grid.get_node_ids()
-    assert Hosts(clients=1, node_timeout=0).find([0], grid) == {0: first}
-    assert f"nodes {second} and {first} both host partition 0, and the latter is asked" in caplog.text
-
-
 def test_other_versions_are_named_and_take_part(caplog: pytest.LogCaptureFixture) -> None:
     app = ClientApp()
 
@@ -607,6 +599,33 @@ def test_a_good_round_forgives_failed_ones(two_clients: MakeSettings) -> None:
     good, _ = grid_of(lambda p: reply_of(p, FedACT.returned))
     for server_round, grid in enumerate((bad, good, bad, good), start=1):
         one_round(strategy, grid, server_round)  # ids of nodes are the same in both grids
+
+
+def test_memory_does_not_grow_with_the_replies(make_settings: MakeSettings) -> None:
+    """The second round holds x, Delta_G, v_bar, the sums, and one reply, or while it folds what takes their place."""
+    vectors = wire.to_record({f"w{i}": np.ones(2**14, np.float32) for i in range(16)})
+
+    def respond(partition: int) -> RecordDict:
+        copies = {record: wire.to_record(wire.from_record(vectors)) for record in (wire.DELTA, wire.SECOND_MOMENT)}
+        return RecordDict({**reply_of(partition, ()), **copies})
+
+    peaks = []
+    for clients in (2, 8):
+        strategy = FedACT(make_settings(clients=clients, clients_per_round=clients))
+        grid, seen = grid_of(respond, 1, clients)
+        tracemalloc.start()
+        arrays = wire.to_record(wire.from_record(vectors))
+        for server_round in (1, 2):
+            tracemalloc.reset_peak()
+            messages = list(strategy.configure_train(server_round, arrays, ConfigRecord(), grid))
+            arrays, _ = strategy._fold_round(server_round, exchange(grid, messages, 60))
+            del messages
+            seen.clear()
+        peaks.append(tracemalloc.get_traced_memory()[1] / 2**20)
+        tracemalloc.stop()
+        assert strategy.round_metrics["replies"] == clients
+    assert peaks[1] == pytest.approx(peaks[0], abs=0.1)
+    assert peaks[1] < 3 + 2 + 2 + 0.5
 
 
 # ---- arithmetic
