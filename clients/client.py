@@ -12,14 +12,14 @@ from flwr.client import NumPyClient
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from clients.device import prepare_device
+from clients.device import memory_errors_explained, prepare_device
 from clients.diagnostics import positive_score_ratio, top_score_mass
 from clients.local_round import LocalRound
 from clients.methods import CLIENT_METHODS
 from clients.optimizers import ActAdamW
 from clients.settings import LocalSettings
 from clients.state import ClientState
-from clients.training import batches, num_examples, train
+from clients.training import WHAT_HELPS, NonFinite, batches, num_examples, train
 from strategies import wire
 from strategies.seeds import derive_seed
 from strategies.wire import Vectors
@@ -72,9 +72,13 @@ class FedClient(NumPyClient):
         """Train from ``parameters``; config holds what `strategies.wire` lists, with a local path for STATE_FOLDER.
 
         Returns the delta and what the method returns beside it, the number of training examples, and metrics. What the
-        method keeps is on disk when this returns. Raises `clients.state.LostState`, and OSError where it can't be
-        written.
+        method keeps is on disk when this returns. Raises `clients.state.LostState`, OSError where it can't be written,
+        `clients.training.NonFinite` where training leaves the numbers, and `clients.device.OutOfMemory`.
         """
+        with memory_errors_explained(self.settings):
+            return self._fit(parameters, config)
+
+    def _fit(self, parameters: Named, config: Mapping[str, Any]) -> tuple[Named, int, dict[str, float]]:
         started = time.perf_counter()
         settings, method = self.settings, CLIENT_METHODS[self.settings.method]
         # for what draws while training, e.g. crops and dropout: not the numbers that order the data
@@ -122,9 +126,6 @@ class FedClient(NumPyClient):
             metrics["positive_score_ratio"] = positive_score_ratio(optimizer.scores)
             metrics["top_score_mass"] = top_score_mass(optimizer.scores, settings.top_p)
         finished = method.finish(local, optimizer)
-        if method.keeps:
-            kept = {what: dict(zip(trainable, tensors, strict=True)) for what, tensors in finished.kept.items()}
-            state.save(config[wire.ROUND], kept, config[wire.FOLDED])
         returned: dict[str, dict[str, NDArray]] = {
             record: {name: t.cpu().numpy() for name, t in zip(trainable, tensors, strict=True)}
             for record, tensors in finished.returned.items()
@@ -134,6 +135,12 @@ class FedClient(NumPyClient):
             new = tensor.detach().cpu().numpy()
             moved = new - parameters[wire.MODEL][name] if tensor.is_floating_point() else new.copy()
             returned[wire.DELTA][name] = np.asarray(moved)
+        for record, named in returned.items():
+            if odd := [name for name, array in named.items() if not np.isfinite(array).all()]:
+                raise NonFinite(f"{record} {odd[0]} is not finite after {steps} steps{WHAT_HELPS}")
+        if method.keeps:
+            kept = {what: dict(zip(trainable, tensors, strict=True)) for what, tensors in finished.kept.items()}
+            state.save(config[wire.ROUND], kept, config[wire.PINNED])
         metrics["client_seconds"] = time.perf_counter() - started
         return returned, n, metrics
 

@@ -4,10 +4,14 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import torch
 from torch.optim import Optimizer
+
+from clients.settings import LocalSettings
 
 
 class UnavailableDevice(ValueError):
@@ -58,3 +62,28 @@ def require_compiler(device: str) -> None:
             f"compile = true: it needs a compiler, and {compiler!r} is not here; allowed is false, or the environment "
             f"variable {variable} set to one"
         )
+
+
+class OutOfMemory(RuntimeError):
+    """The device has too little memory for the settings; the message says which to lower."""
+
+
+@contextmanager
+def memory_errors_explained(settings: LocalSettings) -> Iterator[None]:
+    """Turn what PyTorch and Python say when memory is short into `OutOfMemory`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        signs = ("can't allocate memory", "not enough memory", "out of memory")  # of a CPU it says so in words alone
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not any(s in str(error) for s in signs):
+            raise
+        size = settings.micro_batch_size or settings.batch_size
+        gist = str(error).splitlines()[0] if str(error) else type(error).__name__
+    else:
+        return
+    # out here the error, whose traceback holds the round's tensors, is gone
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    raise OutOfMemory(
+        f"out of memory with {size} examples at once ({gist}); set micro_batch_size below that, or lower batch_size"
+    )

@@ -3,11 +3,12 @@
     FOLDER/PARTITION/round-ROUND.safetensors
 
 The server says which round's reply of a partition it folded last, and the client goes on from that round's file. So a
-reply that is lost or refused, a process that ends and a round that is repeated leave both sides at one state.
+reply that is lost or refused, a process that ends and a round that is repeated leave both sides at one state. So does a
+server that goes back to a checkpoint: it says which rounds its checkpoints need.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -61,8 +62,8 @@ class ClientState:
             for what, named in like.items()
         }
 
-    def save(self, server_round: int, state: Named, folded: int) -> None:
-        """Write the state after ``server_round`` atomically, and remove the earlier ones but that of ``folded``.
+    def save(self, server_round: int, state: Named, pinned: Collection[int]) -> None:
+        """Write the state after ``server_round`` atomically, and remove the earlier ones but those of ``pinned``.
 
         They are never asked for again. Later ones stay: this may be a client that the server no longer waits for.
         Raises OSError where the folder can't be written.
@@ -83,9 +84,10 @@ class ClientState:
             except BaseException:
                 Path(file.name).unlink(missing_ok=True)
                 raise
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
         for other in self._folder.glob("round-*.safetensors"):
-            if int(other.stem.removeprefix("round-")) < server_round and other != self._path(folded):
+            r = int(other.stem.removeprefix("round-"))
+            if r < server_round and r not in pinned:
                 other.unlink(missing_ok=True)
 
     def _needs(self, path: Path, server_round: int) -> str:
@@ -95,7 +97,7 @@ class ClientState:
         return self._folder / f"round-{server_round}.safetensors"
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Put a rename on disk. Only POSIX opens folders, and elsewhere the rename alone must do."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)

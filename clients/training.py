@@ -11,6 +11,13 @@ from tasks.task import Examples
 Loss = Callable[[nn.Module, Examples], Tensor]
 
 
+WHAT_HELPS = "; a lower lr, or clip_norm, may help"
+
+
+class NonFinite(RuntimeError):
+    """Training has left the numbers; the message says where."""
+
+
 def num_examples(examples: Examples) -> int:
     return len(next(iter(examples.values())))
 
@@ -26,7 +33,7 @@ def train(
     micro_batch_size: int = 0,
     terms: Callable[[Examples], int] = num_examples,
 ) -> float:
-    """Do exactly ``steps`` optimizer steps and return the mean loss over them.
+    """Do exactly ``steps`` optimizer steps and return the mean loss over them. Raises `NonFinite` where that is none.
 
     ``loss`` gives the mean over a batch, which has ``terms(batch)`` terms. A ``micro_batch_size`` above 0 is the most
     examples that go through the model at once; the gradient is that of the whole batch, unless the model normalises
@@ -37,8 +44,8 @@ def train(
     parameters = [p for p in model.parameters() if p.requires_grad]
     device = parameters[0].device
     model.train()
-    total = torch.zeros((), device=device)
-    for _ in range(steps):
+    losses = torch.zeros(steps, device=device)
+    for step in range(steps):
         optimizer.zero_grad(set_to_none=True)
         batch = next(batches)
         parts = _micro_batches(batch, micro_batch_size)
@@ -48,11 +55,14 @@ def train(
             if len(parts) > 1:
                 value = value * (terms(part) / terms(batch))
             value.backward()
-            total += value.detach()
+            losses[step] += value.detach()
         if clip_norm > 0:
             nn.utils.clip_grad_norm_(parameters, clip_norm)
         optimizer.step()
-    return total.item() / steps
+    bad = (~losses.isfinite()).nonzero()  # looked at once: each look makes a GPU wait
+    if len(bad):
+        raise NonFinite(f"the loss of step {bad[0].item() + 1} of {steps} is {losses[bad[0]].item()}{WHAT_HELPS}")
+    return losses.mean().item()
 
 
 def batches(examples: Examples, batch_size: int, generator: torch.Generator) -> Iterator[Examples]:

@@ -1,15 +1,16 @@
 """The command `fedact`."""
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import tomli_w
@@ -21,8 +22,19 @@ from rich.table import Table
 from clients.local_optimizers import LOCAL_OPTIMIZERS
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.budget import with_budget
+from fedact_flwr.checkpoint import FOLDER as CHECKPOINTS
 from fedact_flwr.progress import Follow
-from fedact_flwr.record import FAILED, INTERRUPTED, make_folder, read_summary, results, write_summary
+from fedact_flwr.record import (
+    FAILED,
+    INTERRUPTED,
+    SETTINGS_FILE,
+    locked,
+    make_folder,
+    read_summary,
+    results,
+    write_rounds,
+    write_summary,
+)
 from fedact_flwr.settings import (
     AUTO,
     Settings,
@@ -72,14 +84,18 @@ def run(
     ray: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="A Ray cluster for the simulation; docs/deploy.md.")
     ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on with the run of this record; --set rounds=N for more.")
+    ] = None,
 ) -> None:
     """Train: the defaults of pyproject.toml, then the files in order, then each --set."""
     console = Console()
     try:
-        settings = read_settings(files or [], overrides or [])
+        settings = read_settings(files or [], overrides or [], resume)
         settings = _for_this_machine(settings, engine, ray)
         settings, budget = with_budget(settings)
-        folder = make_folder(settings)
+        before = _rounds_before(settings) if settings.resume else ()
+        folder = Path(settings.resume).expanduser().resolve() if settings.resume else make_folder(settings)
         settings = settings.model_copy(update={"output": str(folder.parent), "name": folder.name})
     except SettingsError as error:
         _fail(str(error), BAD_SETTINGS)
@@ -100,14 +116,19 @@ def run(
     for number in ENDING_SIGNALS:  # a plain kill or a closed terminal ends a run as cleanly as Ctrl-C
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _interrupt)
-    follow = Follow(folder, settings.rounds, TASKS[settings.task].target, console)
+    if before:
+        console.print(f"goes on after round {before[-1]['round']}", highlight=False)
+    follow = Follow(folder, settings.rounds, TASKS[settings.task].target, console, before)
     try:
         with follow:
             _engine(engine, settings, folder / LOG_FILE, ray)()
     except KeyboardInterrupt:
         so_far = results(follow.lines, TASKS[settings.task])
         write_summary(folder, INTERRUPTED, "interrupted", so_far)
-        _fail(f"interrupted after {so_far['rounds']} of {settings.rounds} rounds; record: {folder}", RUN_INTERRUPTED)
+        message = f"interrupted after {so_far['rounds']} of {settings.rounds} rounds; record: {folder}"
+        if any((folder / CHECKPOINTS).glob("round-*")):
+            message += f"; fedact run --resume {folder} goes on"
+        _fail(message, RUN_INTERRUPTED)
     except Exception as error:
         with (folder / LOG_FILE).open("a") as log:
             traceback.print_exc(file=log)
@@ -116,8 +137,9 @@ def run(
             write_summary(folder, FAILED, str(error), results(follow.lines, TASKS[settings.task]))
         cause = summary["cause"] if summary else error
         _fail(f"the run failed: {cause}; log: {folder / LOG_FILE}", RUN_FAILED)
-    console.print(follow.table())
-    console.print(f"record: {folder}", highlight=False, soft_wrap=True, markup=False)
+    with contextlib.suppress(OSError):  # nobody may be there to read it
+        console.print(follow.table())
+        console.print(f"record: {folder}", highlight=False, soft_wrap=True, markup=False)
 
 
 @app.command("submit")
@@ -280,13 +302,26 @@ def tasks() -> None:
         console.print(grid)
 
 
-def read_settings(files: list[Path], overrides: list[str]) -> Settings:
-    """Defaults, then files, then overrides. Raises `SettingsError`."""
+def read_settings(files: list[Path], overrides: list[str], resume: Path | None = None) -> Settings:
+    """Defaults, then those of the record that is resumed, then files, then overrides. Raises `SettingsError`."""
     config = read_defaults()
-    for path in files:
+    for path in [resume / SETTINGS_FILE, *files] if resume else files:
         config |= read_file(path)
     config |= dict(read_override(text) for text in overrides)
+    if resume:  # where it is now, and not where it was when it was written
+        folder = resume.expanduser().resolve()
+        config |= {"resume": str(folder), "output": str(folder.parent), "name": folder.name}
     return parse(config)
+
+
+def _rounds_before(settings: Settings) -> Sequence[Mapping[str, Any]]:
+    """The lines of the rounds that a resumed run has behind it; the record loses what came after its checkpoint."""
+    from fedact_flwr.server_app import checkpoint_to_resume
+
+    with locked(Path(settings.resume)):
+        lines = checkpoint_to_resume(settings).rounds
+        write_rounds(Path(settings.resume), lines)
+    return lines
 
 
 def _for_this_machine(settings: Settings, engine: Engine, ray: str | None) -> Settings:

@@ -1,7 +1,9 @@
 """What a run shows in the terminal: it follows the record, so it works with any engine."""
 
+import contextlib
 import json
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,15 +21,18 @@ TABLE_ROWS = 12
 class Follow:
     """Shows each round of the record in ``folder`` as it is written, while the block runs.
 
-    A progress bar in a terminal, one plain line per round elsewhere.
+    A progress bar in a terminal, one plain line per round elsewhere. Of a run that goes on, ``lines`` are known.
     """
 
-    def __init__(self, folder: Path, rounds: int, target: str, console: Console) -> None:
+    def __init__(
+        self, folder: Path, rounds: int, target: str, console: Console, lines: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         self.path = folder / ROUNDS_FILE
         self.rounds = rounds
         self.target = target
         self.console = console
-        self.lines: list[dict[str, Any]] = []
+        self.lines = [dict(line) for line in lines]
+        self._resumed = len(self.lines)
         self._offset = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True)
@@ -63,9 +68,10 @@ class Follow:
         return table
 
     def _loop(self) -> None:
-        while not self._ended.wait(POLL_SECONDS):
+        with contextlib.suppress(OSError):  # a terminal or a pipe that is gone ends no run
+            while not self._ended.wait(POLL_SECONDS):
+                self._read()
             self._read()
-        self._read()
 
     def _read(self) -> None:
         if not self.path.exists():
@@ -76,8 +82,10 @@ class Follow:
                 if not raw.endswith(b"\n"):
                     break  # the writer is in the middle of it
                 self._offset += len(raw)
-                self.lines.append(json.loads(raw))
-                self._show(self.lines[-1])
+                line = json.loads(raw)
+                if not self.lines or line["round"] > self.lines[-1]["round"]:
+                    self.lines.append(line)
+                    self._show(line)
 
     def _show(self, line: dict[str, Any]) -> None:
         for failure in line.get("failed", ()):
@@ -86,7 +94,7 @@ class Follow:
         parts = [f"{key} {_number(line[key])}" for key in (self.target, "loss", "train_loss") if key in line]
         if line.get("failures"):
             parts.append(f"{line['failures']} failed")
-        if len(self.lines) > 2:  # the first round also pays for the start and tells nothing
+        if len(self.lines) > self._resumed + 2:  # the first also pays for the start and tells nothing
             parts.append(f"{self._seconds_left():.0f} s left")
         status = "  ".join(parts)
         if self.console.is_terminal:
@@ -95,7 +103,7 @@ class Follow:
             self.console.print(f"round {line['round']}/{self.rounds}  {status}", highlight=False, soft_wrap=True)
 
     def _seconds_left(self) -> float:
-        first, last = self.lines[1], self.lines[-1]
+        first, last = self.lines[self._resumed + 1], self.lines[-1]
         per_round = (last["seconds"] - first["seconds"]) / (last["round"] - first["round"])
         return per_round * (self.rounds - last["round"])
 

@@ -3,22 +3,27 @@
 * settings.toml: every setting; `fedact run RECORD/settings.toml --set name=auto` repeats the run
 * clients.json: how many examples of each class each client has, where the server knows
 * rounds.jsonl: one line per round, written as the round ends; round 0 is the model before training
+* checkpoints: what a run needs to go on (`fedact_flwr.checkpoint`)
 * model.safetensors: the final model's state dict
 * summary.json: how the run ended, final and best metrics, duration, versions
+* lock: held while the run goes on
 """
 
 import contextlib
 import itertools
 import json
 import math
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from logging import ERROR
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import tomli_w
+from flwr.common import log
 from numpy.typing import NDArray
 from torch import nn
 
@@ -30,6 +35,7 @@ SETTINGS_FILE = "settings.toml"
 CLIENTS_FILE = "clients.json"
 ROUNDS_FILE = "rounds.jsonl"
 SUMMARY_FILE = "summary.json"
+LOCK_FILE = "lock"
 
 COMPLETED, FAILED, INTERRUPTED = "completed", "failed", "interrupted"
 
@@ -59,28 +65,43 @@ class RunRecord:
     Parameters
     ----------
     settings : Settings
-        A folder that they name may be there already, made by `make_folder`, but hold no record.
+        A folder that they name may be there already, made by `make_folder`, but hold no record. With ``resume`` it is
+        the record of that run, which goes on.
     task : Task
         Its target is the metric whose best value the summary gives, and it knows how to write the model.
+    rounds : sequence of dict, optional
+        With ``resume``, the lines of the rounds that count; later ones go.
+
+    Raises `SettingsError` where the folder can't be had.
     """
 
-    def __init__(self, settings: Settings, task: Task) -> None:
-        self.folder = Path(settings.output).expanduser().resolve() / settings.name
-        if settings.name == AUTO or not self.folder.exists():
-            self.folder = make_folder(settings)
-        elif (self.folder / SETTINGS_FILE).exists():
-            raise SettingsError(f"name = {settings.name!r}: {self.folder} holds another record; allowed is a new name")
+    def __init__(self, settings: Settings, task: Task, rounds: Sequence[Mapping[str, Any]] = ()) -> None:
+        if settings.resume:
+            self.folder = Path(settings.resume).expanduser().resolve()
+        else:
+            self.folder = Path(settings.output).expanduser().resolve() / settings.name
+            if settings.name == AUTO or not self.folder.exists():
+                self.folder = make_folder(settings)
+            elif (self.folder / SETTINGS_FILE).exists():
+                raise SettingsError(
+                    f"name = {settings.name!r}: {self.folder} holds another record; allowed is a new name"
+                )
+        self._open = contextlib.ExitStack()
+        self._open.enter_context(locked(self.folder))
         self.task = task
-        self.rounds: list[dict[str, Any]] = []
-        self._started = time.monotonic()
+        self.rounds: list[dict[str, Any]] = [dict(line) for line in rounds]
+        self._started = time.monotonic() - (self.rounds[-1]["seconds"] if self.rounds else 0.0)
         with (self.folder / SETTINGS_FILE).open("wb") as file:
-            tomli_w.dump(dump(settings), file)
-        self._lines = (self.folder / ROUNDS_FILE).open("w")
+            tomli_w.dump(dump(settings) | {"resume": ""}, file)
+        (self.folder / SUMMARY_FILE).unlink(missing_ok=True)
+        write_rounds(self.folder, self.rounds)
+        self._lines = self._open.enter_context((self.folder / ROUNDS_FILE).open("a"))
         self._tensorboard = None
         if settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
+            first = self.rounds[-1]["round"] + 1 if self.rounds else None
+            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=first)
 
     def write_clients(self, histograms: NDArray) -> None:
         """``histograms``: examples of each class of each client, shape (clients, classes)."""
@@ -100,9 +121,13 @@ class RunRecord:
         self._lines.write(json.dumps(line) + "\n")
         self._lines.flush()
         if self._tensorboard:
-            for key, value in metrics.items():
-                self._tensorboard.add_scalar(key, value, metrics["round"])
-            self._tensorboard.flush()
+            try:
+                for key, value in metrics.items():
+                    self._tensorboard.add_scalar(key, value, metrics["round"])
+                self._tensorboard.flush()
+            except Exception as error:  # a picture of the run is no reason to end it
+                log(ERROR, "TensorBoard gets no more scalars: %s: %s", type(error).__name__, error)
+                self._tensorboard = None
 
     def write_model(self, model: nn.Module) -> None:
         self.task.save(model, self.folder)
@@ -113,16 +138,40 @@ class RunRecord:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lines.close()
         if self._tensorboard:
             self._tensorboard.close()
         if error is None:
             status, cause = COMPLETED, None
-        elif isinstance(error, KeyboardInterrupt):
-            status, cause = INTERRUPTED, "interrupted from the keyboard"
+        elif isinstance(error, KeyboardInterrupt | SystemExit):  # Flower ends a run that it stops by SystemExit
+            status, cause = INTERRUPTED, "interrupted"
         else:
             status, cause = FAILED, f"{type(error).__name__}: {error}"
         write_summary(self.folder, status, cause, results(self.rounds, self.task))
+        self._open.close()
+
+
+def write_rounds(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """rounds.jsonl, of these lines."""
+    (folder / ROUNDS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep all others out of a record, where the system can; it is free again when this process ends, however.
+
+    Raises `SettingsError` where somebody is in it.
+    """
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    with (folder / LOCK_FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError(f"resume = {str(folder)!r}: that run goes on; allowed is one that has ended") from None
+        yield
 
 
 def results(rounds: Sequence[Mapping[str, Any]], task: Task) -> dict[str, Any]:

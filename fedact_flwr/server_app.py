@@ -3,10 +3,12 @@
 import secrets
 from importlib.util import find_spec
 from logging import INFO, WARNING
+from pathlib import Path
 
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.exit import add_exit_handler
 from numpy.typing import NDArray
 
 from clients.client import exchanged_state, load_state, trainable_parameters
@@ -14,8 +16,9 @@ from clients.device import UnavailableDevice, prepare_device
 from clients.diagnostics import DirectionConsistency
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.budget import with_budget
-from fedact_flwr.record import RunRecord
-from fedact_flwr.settings import Settings, SettingsError, check_own_settings, check_task, parse
+from fedact_flwr.checkpoint import MAY_CHANGE, Checkpoint, Checkpoints
+from fedact_flwr.record import SETTINGS_FILE, RunRecord
+from fedact_flwr.settings import Settings, SettingsError, check_own_settings, check_task, dump, parse, read_file
 from strategies import STRATEGIES, RunFailed, wire
 from strategies.seeds import derive_seed
 from tasks import TASKS
@@ -31,7 +34,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def run(settings: Settings, grid: Grid) -> None:
-    """Train as the settings say, over ``grid``.
+    """Train as the settings say, over ``grid``; with ``resume``, go on with that run.
 
     Raises `SettingsError` before anything starts, `strategies.RunFailed` where the run can't go on.
     """
@@ -43,7 +46,8 @@ def run(settings: Settings, grid: Grid) -> None:
     device = prepare_device(settings.device, settings.threads)
     if note := CLIENT_METHODS[settings.method].note(settings):
         log(WARNING, note)
-    with RunRecord(settings, task) as record:
+    resumed = checkpoint_to_resume(settings) if settings.resume else None
+    with RunRecord(settings, task, resumed.rounds if resumed else ()) as record:
         log(INFO, "record: %s", record.folder)
         if settings.split != "nodes":
             record.write_clients(client_labels(settings))
@@ -60,15 +64,28 @@ def run(settings: Settings, grid: Grid) -> None:
             # beside the record where clients are on this machine; on any other no run has the same
             state_folder=f"{record.folder.name}/clients-{secrets.token_hex(4)}",
         )
+        checkpoints = Checkpoints(record.folder, settings, task)
+        # Flower ends a run that is stopped by handlers of its own
+        add_exit_handler(checkpoints.close, run_before_force_exit=True)
+        if resumed:
+            log(INFO, "resumed after round %s of %s", resumed.round, settings.rounds)
+            checkpoints.remove_after(resumed.round)
+            strategy.load_state_dict(resumed.state)
+            kept = Path(strategy.state_folder).name
+            if (record.folder / kept).is_dir():  # also in a record that was copied or renamed
+                strategy.state_folder = f"{record.folder.name}/{kept}"
+            strategy.pinned = checkpoints.pinned()
 
         def end_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-            """Flower calls this before the first round, as round 0, and after each."""
+            """The strategy calls this before the first round, as round 0, and after each."""
             metrics = {}
             if evaluates and (server_round % settings.evaluate_every == 0 or server_round == settings.rounds):
                 if server_round > 0:
                     load_state(model, strategy.model)
                 metrics = task.evaluate(model, test)
             record.write_round({"round": server_round} | strategy.round_metrics | metrics, strategy.failed)
+            if checkpoints.after_round(Checkpoint(strategy.state_dict(), list(record.rounds), dump(settings))):
+                strategy.pinned = checkpoints.pinned()
             return MetricRecord(dict(metrics)) if metrics else None
 
         try:
@@ -83,9 +100,36 @@ def run(settings: Settings, grid: Grid) -> None:
             record.write_round(strategy.round_metrics, strategy.failed)  # of the round that was one too many
             raise
         finally:
+            checkpoints.close()
             if strategy.model:  # of a run that was cut short, the model of its last good round
                 load_state(model, strategy.model)
                 record.write_model(model)
+
+
+def checkpoint_to_resume(settings: Settings) -> Checkpoint:
+    """The newest good checkpoint of the record that ``resume`` names.
+
+    Raises `SettingsError` where there is none, or where settings have changed that may not.
+    """
+    record = Path(settings.resume).expanduser().resolve()
+    if not (record / SETTINGS_FILE).is_file():
+        raise SettingsError(f"resume = {settings.resume!r}: {record / SETTINGS_FILE} is not there; allowed is a record")
+    before = parse(read_file(record / SETTINGS_FILE))
+    old, new = dump(before), dump(settings)
+    for key in old:
+        if old[key] != new[key] and key not in MAY_CHANGE:
+            raise SettingsError(
+                f"{key} = {new[key]!r}: the run that is to be resumed has {old[key]!r}, which is what is allowed; "
+                f"what may change is {', '.join(MAY_CHANGE)}"
+            )
+    checkpoint = Checkpoints(record, before, TASKS[settings.task].configured(settings)).newest()
+    if checkpoint is None:
+        raise SettingsError(f"resume = {settings.resume!r}: it has no checkpoint that can be used; the log says why")
+    if settings.rounds < before.rounds:
+        raise SettingsError(
+            f"rounds = {settings.rounds}: the run that is to be resumed has {before.rounds}; allowed is at least that"
+        )
+    return checkpoint
 
 
 def check(settings: Settings) -> None:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 from pydantic.fields import FieldInfo
 
 from clients.local_optimizers import LOCAL_OPTIMIZERS
@@ -42,6 +42,9 @@ class Settings(ServerSettings, LocalSettings, SplitSettings, TaskSettings):
     output: str
     name: str
     tensorboard: bool
+    checkpoint_every: NonNegativeInt
+    checkpoints_kept: PositiveInt
+    resume: str
 
 
 def read_defaults() -> dict[str, Any]:
@@ -215,6 +218,8 @@ def _check_together(s: Settings) -> None:
         raise SettingsError("output = '': allowed is a folder to write to")
     if s.name in ("", ".", "..") or Path(s.name).name != s.name:
         raise SettingsError(f'name = {s.name!r}: allowed is the name of a folder, without a path, or "{AUTO}"')
+    if s.aggregation != "mean" and s.weighting != "uniform":
+        raise SettingsError(f"weighting = {s.weighting!r}: allowed with aggregation = {s.aggregation!r} is 'uniform'")
     if s.lr_min > s.lr:
         raise SettingsError(f"lr_min = {s.lr_min}: allowed is 0 to {s.lr}, the lr")
     if s.holdout > 0 and s.min_samples < 2:

@@ -25,6 +25,8 @@ from fedact_flwr.settings import PROJECT, Settings, dump
 CONNECTION = "fedact"
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 10.0
+FINISH_TIMEOUT = 60.0  # to write a checkpoint
+SERVER_PROCESS = "flwr-simulation"
 BIN = Path(sys.executable).parent  # Flower's commands, in this very environment
 
 
@@ -70,6 +72,9 @@ def _run(settings: Settings, home: Path, port: int, environment: dict[str, str],
             if stream.wait() != 0:
                 raise SimulationFailed(f"flwr run ended with code {stream.returncode}; the log says why")
             raise_unless_completed(CONNECTION, environment)
+        except KeyboardInterrupt:
+            _let_finish(superlink)
+            raise
         finally:
             _end(stream)
     finally:
@@ -102,6 +107,16 @@ def _start(command: Sequence[str], environment: dict[str, str], log: IO[bytes]) 
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+
+
+def _let_finish(superlink: subprocess.Popen[bytes]) -> None:
+    """Have the process in which the ServerApp runs write its checkpoint and end."""
+    with contextlib.suppress(psutil.Error):
+        family = psutil.Process(superlink.pid).children(recursive=True)
+        running = [p for p in family if any(SERVER_PROCESS in part for part in p.cmdline())]
+        for process in running:
+            process.terminate()
+        psutil.wait_procs(running, FINISH_TIMEOUT)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,6 +1,6 @@
 """Arithmetic over named tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,33 @@ class RunningMean:
             if np.issubdtype(total.dtype, np.floating):
                 np.divide(total, self._weight, out=total)
         return sums
+
+
+class TrimmedMean:
+    """The mean of vectors, entry by entry, without the ``cut(S)`` largest and smallest of its S values.
+
+    It bounds what ``cut(S)`` clients can do (Yin et al. 2018, arXiv:1803.01498); the most that can be cut is all but
+    one or two, which leaves the median. All vectors are held, and none is weighted.
+    """
+
+    def __init__(self, cut: Callable[[int], int]) -> None:
+        self._cut = cut
+        self._vectors: list[Vectors] = []
+
+    def add(self, vectors: Vectors, weight: float) -> None:
+        self._vectors.append(vectors)
+
+    def result(self) -> dict[str, NDArray]:
+        vectors, self._vectors = self._vectors, []
+        cut = self._cut(len(vectors))
+        result = {}
+        for name, first in vectors[0].items():
+            if np.issubdtype(first.dtype, np.floating):
+                ordered = np.sort([vector[name] for vector in vectors], axis=0)[cut : len(vectors) - cut]
+                result[name] = np.asarray(ordered.mean(0, dtype=np.float64), dtype=first.dtype)
+            else:
+                result[name] = first.copy()
+        return result
 
 
 def _times(array: NDArray, weight: float) -> NDArray:

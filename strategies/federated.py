@@ -4,6 +4,7 @@ import math
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from logging import ERROR, INFO, WARNING
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
@@ -16,14 +17,17 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from strategies import wire
-from strategies.aggregation import RunningMean
+from strategies.aggregation import RunningMean, TrimmedMean
 from strategies.exchange import exchange
+from strategies.gate import NormGate
 from strategies.hosts import Hosts
 from strategies.reply import BadReply, Reply, last_line, read_metrics, read_reply
 from strategies.seeds import derive_seed
 from strategies.wire import Vectors
 
-WHOLE_STATE = ("model", "state", "steps_done", "folded", "failed_in_a_row", "state_folder")  # attributes of a strategy
+WHOLE_STATE = (  # attributes of a strategy
+    "model", "state", "rounds_done", "steps_done", "folded", "failed_in_a_row", "state_folder", "norms"
+)  # fmt: skip
 T = TypeVar("T")
 Answers = Iterable[Message | None]  # of the clients that were asked, in that order; None where one gave none
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -60,6 +64,10 @@ class ServerSettings(BaseModel):
     server_eps: PositiveFloat
     second_moment: Literal["full", "tensor", "block"]
     weighting: Literal["uniform", "examples"]
+    aggregation: Literal["mean", "trimmed_mean", "median"]
+    trim: Annotated[float, Field(ge=0, lt=0.5)]
+    norm_gate: Literal["off", "reject", "clip"]
+    norm_gate_factor: Annotated[float, Field(gt=1)]
     min_replies: PositiveInt
     max_failed_rounds: PositiveInt
     round_timeout: PositiveFloat
@@ -86,7 +94,7 @@ class FederatedStrategy(Strategy):
     """Samples partitions, sends the state, checks the replies and folds them in the order of partitions.
 
     Replies are taken and added up one at a time, so that memory does not depend on their number: x and the state, a
-    sum for each record that is returned, and one reply.
+    sum for each record that is returned, and one reply. But medians, trimmed means and the norm gate need them all.
 
     Parameters
     ----------
@@ -106,10 +114,16 @@ class FederatedStrategy(Strategy):
         x, parameters and buffers, as of the last good round. A round makes new arrays and leaves the old as they were.
     state : dict of str to Vectors
         What the method keeps beside x, by record name: float32, 0 at first, with the shapes that `like` gives.
+    rounds_done : int
+        The rounds behind ``model``, failed ones included: `start` goes on from there.
     steps_done : float
         t, the optimizer steps behind ``state``; a whole number while all clients do the same number of steps.
     folded : dict of int to int
         The last round whose reply was folded, by partition: the round whose state the client goes on from.
+    pinned : sequence of dict of int to int
+        ``folded`` of the checkpoints that the run may go back to: clients keep what those need, too.
+    norms : dict of str to list of float
+        What the norm gate knows of the past.
     failed_in_a_row : int
         Rounds since the last good one.
     round_metrics : dict of str to float
@@ -139,14 +153,17 @@ class FederatedStrategy(Strategy):
         self.diagnose = diagnose
         self.model: Vectors = {}
         self.state: dict[str, Vectors] = {}
+        self.rounds_done = 0
         self.steps_done = 0.0
         self.folded: dict[int, int] = {}
+        self.pinned: Sequence[Mapping[int, int]] = ()
+        self._gate = NormGate(settings.norm_gate, settings.norm_gate_factor) if settings.norm_gate != "off" else None
         self.failed_in_a_row = 0
         self.round_metrics: dict[str, float] = {}
         self._hosts = Hosts(settings.clients, settings.node_timeout)
         self._asked: list[tuple[Message, int]] = []  # this round's messages and their partitions
         self._sent: dict[str, ArrayRecord] = {}  # the model and what is broadcast, as they travel
-        self._num_asked = 0
+        self._round, self._num_asked = 0, 0
         self.failed: list[str] = []  # of the round: partition and node of each client that failed, and why
 
     # ---- the method's half
@@ -170,14 +187,28 @@ class FederatedStrategy(Strategy):
     # ---- the whole state
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next round needs: named arrays, and plain numbers and strings. Not copied."""
-        return {name: getattr(self, name) for name in WHOLE_STATE}
+        """All that the next round needs: named arrays, and plain numbers and strings.
+
+        Nothing is copied, and nothing of it changes later: a round makes anew what it changes.
+        """
+        return {name: getattr(self, name) for name in WHOLE_STATE} | {"state": dict(self.state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
         for name in WHOLE_STATE:
             setattr(self, name, state[name])
+        self.state = dict(self.state)
         self.folded = {int(partition): int(r) for partition, r in self.folded.items()}  # JSON's keys are strings
+        self._serialize()
+
+    @property
+    def norms(self) -> Mapping[str, list[float]]:
+        return self._gate.norms if self._gate else {}
+
+    @norms.setter
+    def norms(self, norms: Mapping[str, list[float]]) -> None:
+        if self._gate:
+            self._gate.norms = dict(norms)
 
     # ---- the loop
 
@@ -191,8 +222,13 @@ class FederatedStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Evaluate | None = None,
     ) -> Result:
-        """Flower's loop, but for replies, which come one at a time and in the order of partitions (`exchange`)."""
-        config, result, arrays = ConfigRecord(), Result(), initial_arrays
+        """Flower's loop, but for two things.
+
+        Replies come one at a time and in the order of partitions (`exchange`), and after `load_state_dict` it goes on
+        from where that state was, whatever ``initial_arrays`` are.
+        """
+        config, result = ConfigRecord(), Result()
+        result.arrays = arrays = self._sent[wire.MODEL] if self.rounds_done else initial_arrays
         self.summary()
 
         def evaluate(server_round: int) -> None:
@@ -200,8 +236,9 @@ class FederatedStrategy(Strategy):
             if metrics is not None:
                 result.evaluate_metrics_serverapp[server_round] = metrics
 
-        evaluate(0)
-        for server_round in range(1, num_rounds + 1):
+        if self.rounds_done == 0:
+            evaluate(0)
+        for server_round in range(self.rounds_done + 1, num_rounds + 1):
             log(INFO, "[ROUND %s/%s]", server_round, num_rounds)
             messages = list(self.configure_train(server_round, arrays, train_config or config, grid))
             new, metrics = self._fold_round(server_round, exchange(grid, messages, timeout))
@@ -213,6 +250,7 @@ class FederatedStrategy(Strategy):
             client_metrics = self._mean_metrics(exchange(grid, messages, timeout))
             if client_metrics is not None:
                 result.evaluate_metrics_clientapp[server_round] = client_metrics
+            self.rounds_done = server_round
             evaluate(server_round)
         return result
 
@@ -233,10 +271,11 @@ class FederatedStrategy(Strategy):
     def _fold_round(self, server_round: int, answers: Answers) -> tuple[ArrayRecord | None, MetricRecord]:
         returned = {record: self.like(record) for record in self.returned}
         steps = None if self.settings.local_epochs else self.settings.local_steps
-        means: defaultdict[str, RunningMean] = defaultdict(RunningMean)
+        means: defaultdict[str, RunningMean | TrimmedMean] = defaultdict(self._make_mean)
         diagnosis = self.diagnose() if self.diagnose else None
         good: list[Reply] = []
-        for reply in self._read(answers, lambda c, partition: read_reply(c, partition, self.model, returned, steps)):
+        replies = self._read(answers, lambda c, partition: read_reply(c, partition, self.model, returned, steps))
+        for reply in self._pass_gate(self._gate, list(replies)) if self._gate else replies:
             weight = reply.num_examples if self.settings.weighting == "examples" else 1
             for record, vectors in self.terms(reply).items():
                 means[record].add(vectors, 1 if record in self.unweighted else weight)
@@ -246,24 +285,50 @@ class FederatedStrategy(Strategy):
             del reply, vectors  # before the next one comes
         self.round_metrics |= {"replies": len(good), "failures": self._num_asked - len(good)}
         if len(good) < self.settings.min_replies:
-            self._count_failed_round(server_round, len(good))
-            return None, MetricRecord(dict(self.round_metrics))
-        self.failed_in_a_row = 0
+            return self._fail_round(f"{len(good)} good replies, min_replies = {self.settings.min_replies}")
 
         weights = self._weights([reply.num_examples for reply in good])
         # what clients report never overwrites what the server knows
         self.round_metrics = _weighted_metrics([reply.metrics for reply in good], weights) | self.round_metrics
         if diagnosis:
             self.round_metrics |= diagnosis.metrics()
+        before = self.model, dict(self.state)
         self.fold(
             {record: mean.result() for record, mean in means.items()},
             len(good),
             self.settings.learning_rate(server_round),
         )
+        if odd := _non_finite({wire.MODEL: self.model, **self.state}):
+            self.model, self.state = before
+            return self._fail_round(f"the server's step makes {odd} non-finite; server_lr or lr may be too large")
+        self.failed_in_a_row = 0
         self._count_steps([reply.num_steps for reply in good], weights)
         self.folded = self.folded | {reply.partition: server_round for reply in good}
         self._serialize()
         return self._sent[wire.MODEL], MetricRecord(dict(self.round_metrics))
+
+    def _make_mean(self) -> RunningMean | TrimmedMean:
+        if self.settings.aggregation == "mean":
+            return RunningMean()
+        if self.settings.aggregation == "median":
+            return TrimmedMean(lambda n: (n - 1) // 2)
+        return TrimmedMean(lambda n: math.floor(Fraction(repr(self.settings.trim)) * n))
+
+    def _pass_gate(self, gate: NormGate, replies: Sequence[Reply]) -> Iterator[Reply]:
+        for reply, reason in gate.judge(replies):
+            if reason and gate.mode == "reject":
+                self._fail(reply.partition, f"reply refused: {reason}")
+                continue
+            if reason:
+                self.round_metrics["clipped"] = self.round_metrics.get("clipped", 0) + 1
+                log(
+                    WARNING,
+                    "round %s, partition %s is clipped: %s",
+                    self._round,
+                    reply.partition,
+                    reason,
+                )
+            yield reply
 
     def move(self, delta: dict[str, NDArray], direction: Vectors | None = None) -> None:
         """``x <- x + server_lr * direction``, by default the mean ``delta``, whose memory the new x takes.
@@ -345,12 +410,11 @@ class FederatedStrategy(Strategy):
         generator = np.random.default_rng(derive_seed(settings.seed, server_round, kind, "sample"))
         sampled = sorted(generator.choice(settings.clients, settings.clients_per_round, replace=False).tolist())
         nodes = self._hosts.find(sampled, grid)
-        self._num_asked = len(sampled)
+        self._round, self._num_asked = server_round, len(sampled)
         self._asked = []
         for partition in sampled:
             if partition not in nodes:
-                self.failed.append(f"partition {partition}: no connected node hosts it")
-                log(WARNING, "round %s, %s", server_round, self.failed[-1])
+                self._fail(partition, "no connected node hosts it")
                 continue
             config = ConfigRecord(
                 {
@@ -360,6 +424,7 @@ class FederatedStrategy(Strategy):
                     wire.STEPS_DONE: self.steps_done,
                     wire.ROUND: server_round,
                     wire.FOLDED: self.folded.get(partition, 0),
+                    wire.PINNED: sorted({folded.get(partition, 0) for folded in (self.folded, *self.pinned)}),
                     wire.STATE_FOLDER: self.state_folder,
                 }
             )
@@ -376,7 +441,7 @@ class FederatedStrategy(Strategy):
     def _read(self, answers: Answers, read: Callable[[RecordDict, int], T]) -> Iterator[T]:
         """What the good replies say, in the order of partitions; bad and missing ones are named and left out."""
         each = iter(answers)  # zip would hold on to a reply until the next one is there
-        for message, partition in self._asked:
+        for _, partition in self._asked:
             reply, failure = next(each), None
             if reply is None:
                 failure = "no reply in time"
@@ -389,9 +454,14 @@ class FederatedStrategy(Strategy):
                 except BadReply as reason:
                     failure = f"reply refused: {reason}"
             if failure:
-                self.failed.append(f"partition {partition}, node {message.metadata.dst_node_id}: {failure}")
-                log(WARNING, "round %s, %s", message.metadata.group_id, self.failed[-1])
+                self._fail(partition, failure)
             del reply
+
+    def _fail(self, partition: int, reason: str) -> None:
+        """Name a client that failed in this round."""
+        node = next((f", node {message.metadata.dst_node_id}" for message, p in self._asked if p == partition), "")
+        self.failed.append(f"partition {partition}{node}: {reason}")
+        log(WARNING, "round %s, %s", self._round, self.failed[-1])
 
     def _count_bytes(self, metric: str, contents: Iterable[RecordDict]) -> None:
         """Add the arrays of these messages, as they are serialized, to a metric of the round."""
@@ -400,16 +470,18 @@ class FederatedStrategy(Strategy):
         )
         self.round_metrics[metric] = self.round_metrics.get(metric, 0) + arrays
 
-    def _count_failed_round(self, server_round: int, replies: int) -> None:
+    def _fail_round(self, why: str) -> tuple[None, MetricRecord]:
+        """The model stays as it is. Raises `RunFailed` after too many such rounds in a row."""
         self.failed_in_a_row += 1
-        reason = f"round {server_round}: {replies} good replies, min_replies = {self.settings.min_replies}"
+        reason = f"round {self._round}: {why}"
         log(ERROR, "%s; the model stays as it is", reason)
         if self.failed_in_a_row >= min(self.settings.max_failed_rounds, self.settings.rounds):
-            last_failure = self.failed[-1] if self.failed else "no node answered"
+            last_failure = f"; the last failure: {self.failed[-1]}" if self.failed else ""
             raise RunFailed(
                 f"{reason}; {self.failed_in_a_row} failed rounds in a row, "
-                f"max_failed_rounds = {self.settings.max_failed_rounds}; the last failure: {last_failure}"
+                f"max_failed_rounds = {self.settings.max_failed_rounds}{last_failure}"
             )
+        return None, MetricRecord(dict(self.round_metrics))
 
     def _weights(self, num_examples: Sequence[float]) -> list[float]:
         if self.settings.weighting == "uniform":
@@ -428,6 +500,16 @@ class FederatedStrategy(Strategy):
             fewest = min(num_steps)  # powers relative to it can't all underflow
             decay = sum(w * beta2 ** (k - fewest) for w, k in zip(weights, num_steps, strict=True))
             self.steps_done += fewest + math.log(decay) / math.log(beta2)
+
+
+def _non_finite(records: Mapping[str, Vectors]) -> str | None:
+    """The first record and tensor that has an entry that is not finite."""
+    each = (f"{record} {name}" for record, vectors in records.items() for name, a in vectors.items() if not _finite(a))
+    return next(each, None)
+
+
+def _finite(array: NDArray) -> bool:
+    return bool(np.isfinite(array).all())
 
 
 def _weighted_metrics(metrics: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:

@@ -36,6 +36,7 @@ LR = "lr"  # eta of this round
 STEPS_DONE = "steps_done"  # t before the round's first step
 ROUND = "round"
 FOLDED = "folded"  # the last round whose reply of this partition was folded; 0: none was
+PINNED = "pinned"  # all rounds that FOLDED may yet be: this one, and those of the checkpoints that a run may go back to
 STATE_FOLDER = "state_folder"  # where under its own root a client keeps what this run's later rounds need
 
 # Keys of METRICS.

@@ -3,6 +3,7 @@ plain optimizer in `REFERENCE`."""
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,9 @@ from clients.methods import CLIENT_METHODS
 from clients.optimizers import ActAdamW
 from clients.state import ClientState
 from clients.training import batches, train
-from fedact_flwr import client_app
+from fedact_flwr import client_app, server_app
 from fedact_flwr.cli import app as cli
 from fedact_flwr.inprocess import InProcessGrid, run_inprocess
-from fedact_flwr.server_app import app as server_app
 from fedact_flwr.settings import Settings, dump
 from strategies import STRATEGIES, FederatedStrategy, wire
 from tasks import TASKS
@@ -188,6 +188,7 @@ def random_message(settings: Settings) -> tuple[dict[str, dict[str, NDArray]], d
         for record in server.broadcast
     }
     config = {wire.PARTITION: 2, wire.SEED: 11, wire.LR: LR, wire.STEPS_DONE: 10.0, wire.ROUND: 2, wire.FOLDED: 1}
+    config[wire.PINNED] = [1]
     return {wire.MODEL: first_arrays(), **records}, config
 
 
@@ -196,7 +197,7 @@ def keep_random_state(settings: Settings, folder: Path) -> dict[str, list[Tensor
     generator = torch.Generator().manual_seed(6)
     named = {name: torch.rand(a.shape, generator=generator) for name, a in first_arrays().items()}
     kept = dict.fromkeys(CLIENT_METHODS[settings.method].keeps, named)
-    ClientState(folder, 2).save(1, kept, 0)
+    ClientState(folder, 2).save(1, kept, {0})
     return {what: list(tensors.values()) for what, tensors in kept.items()}
 
 
@@ -462,10 +463,46 @@ def test_state_saved_and_loaded_gives_the_same_next_round(case: str, settings_of
     assert (after.steps_done, after.folded) == (straight.steps_done, straight.folded)
 
 
+class Crash(Exception):
+    """The process is gone."""
+
+
+@every_case
+def test_a_resumed_run_ends_in_the_same_bits(case: str, settings_of: MakeSettings) -> None:
+    """It crashes in round 4, in the middle of the clients, and goes on from the checkpoint of round 2."""
+    varied = {"clients_per_round": 2, "rounds": 5, "checkpoint_every": 2}
+    straight, broken = (settings_of(case, **varied, name=name) for name in ("straight", "broken"))
+    server_app.run(straight, InProcessGrid(client_app.app, 3, dump(straight)))
+
+    class Crashing(InProcessGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            answers = list(super().pull_messages(message_ids))
+            if answers[0].metadata.group_id == "4":
+                raise Crash
+            return answers
+
+    with pytest.raises(Crash):
+        server_app.run(broken, Crashing(client_app.app, 3, dump(broken)))
+    record = Path(broken.output) / "broken"
+    shutil.rmtree(record / "checkpoints" / "round-3")  # the one that a process that is killed has no time for
+    client_app._workplace.cache_clear()
+    resumed = broken.model_copy(update={"resume": str(record)})
+    server_app.run(resumed, InProcessGrid(client_app.app, 3, dump(resumed)))
+    ends = [Path(settings.output) / settings.name for settings in (straight, broken)]
+    assert (ends[0] / "model.safetensors").read_bytes() == (ends[1] / "model.safetensors").read_bytes()
+    assert metrics_of(ends[0]) == metrics_of(ends[1])
+    assert [line["round"] for line in metrics_of(ends[1])] == [0, 1, 2, 3, 4, 5]
+
+
+def metrics_of(record: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (record / "rounds.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
+
+
 @every_case
 def test_three_rounds_learn(case: str, settings_of: MakeSettings) -> None:
     settings = settings_of(case, clients=1, clients_per_round=1, local_steps=20)
-    run_inprocess(server_app, client_app.app, 1, dump(settings))
+    run_inprocess(server_app.app, client_app.app, 1, dump(settings))
     lines = (Path(settings.output) / "run" / "rounds.jsonl").read_text().splitlines()
     start = Toy().evaluate(Toy().make_model(1), Toy().test_examples())["loss"]
     assert json.loads(lines[-1])["loss"] < 0.9 * start
@@ -523,7 +560,7 @@ def fit_with(settings: Settings, folder: Path, **records: Any) -> Any:
     message, config = random_message(settings)
     for record in set(message) - {wire.MODEL}:
         message[record] = records.get(record) or {name: np.zeros_like(a) for name, a in message[record].items()}
-    first = {wire.ROUND: 1, wire.FOLDED: 0, wire.STEPS_DONE: 0.0, wire.STATE_FOLDER: str(folder)}
+    first = {wire.ROUND: 1, wire.FOLDED: 0, wire.PINNED: [0], wire.STEPS_DONE: 0.0, wire.STATE_FOLDER: str(folder)}
     return client.fit(message, config | first)[0]
 
 
@@ -631,7 +668,12 @@ def test_the_control_variate_of_an_unused_parameter_stays(settings_of: MakeSetti
         control = {name: np.full_like(a, 0.5) for name, a in model.items()}
         config = {wire.PARTITION: 0, wire.SEED: 1, wire.LR: 0.1, wire.STEPS_DONE: 0.0}
         for server_round in (1, 2, 3):
-            place = {wire.ROUND: server_round, wire.FOLDED: server_round - 1, wire.STATE_FOLDER: str(tmp_path / case)}
+            place = {
+                wire.ROUND: server_round,
+                wire.FOLDED: server_round - 1,
+                wire.PINNED: [server_round - 1],
+                wire.STATE_FOLDER: str(tmp_path / case),
+            }
             returned, _, _ = client.fit({wire.MODEL: model, wire.CONTROL: control}, {**config, **place})
             np.testing.assert_allclose(returned[wire.CONTROL]["unused"], 0, atol=1e-5)
 

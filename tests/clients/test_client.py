@@ -71,6 +71,7 @@ def message_for(method: str, **config: Any) -> tuple[dict[str, Any], dict[str, A
     zeros = {name: np.zeros_like(x) for name, x in trainable.items()}
     records = {wire.MODEL: model, **dict.fromkeys(STRATEGIES[method].broadcast, zeros)}
     server = {wire.PARTITION: 4, wire.SEED: 11, wire.LR: 0.05, wire.STEPS_DONE: 0.0, wire.ROUND: 1, wire.FOLDED: 0}
+    server[wire.PINNED] = [0]
     return records, server | {wire.STATE_FOLDER: tempfile.mkdtemp()} | config
 
 
