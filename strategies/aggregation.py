@@ -42,7 +42,8 @@ class RunningMean:
         for name, array in vectors.items():
             total = self._sums[name]
             if np.issubdtype(total.dtype, np.floating):
-                np.add(total, array if weight == 1 else _times(array, weight), out=total)
+                with np.errstate(over="ignore"):  # the strategy looks at what comes of it
+                    np.add(total, array if weight == 1 else _times(array, weight), out=total)
 
     def result(self) -> dict[str, NDArray]:
         """Ends the sums, in whose memory it is."""

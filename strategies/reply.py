@@ -54,6 +54,8 @@ def read_reply(
     missing = [name for name in expected if name not in records]
     if missing:
         raise BadReply(f"records {', '.join(missing)} are missing")
+    if extra := [name for name in records if name not in expected]:
+        raise BadReply(f"records {', '.join(extra)} are none of this method's")
     metrics = read_metrics(content, partition)
     steps = metrics.get(wire.NUM_STEPS)
     if not isinstance(steps, int) or steps < 1 or local_steps not in (None, steps):

@@ -125,31 +125,43 @@ def test_a_failed_run_exits_1_with_the_cause(tmp_path: Path) -> None:
     assert not processes_of(tmp_path)
 
 
-@pytest.mark.parametrize("rounds_first", [0, 1])
-def test_ctrl_c_ends_all_that_was_started(rounds_first: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "rounds_first"), [(signal.SIGINT, 0), (signal.SIGTERM, 1)])
+def test_a_signal_ends_all_that_was_started_and_the_run_can_go_on(
+    sent: signal.Signals, rounds_first: int, tmp_path: Path
+) -> None:
+    """Before the start there is nothing to go on from; in the middle, the run ends in the bits of one process."""
+    settings = sets(*SMALL, "rounds=60", "method=scaffold", "checkpoint_every=1000", f"output={tmp_path}")
     process = subprocess.Popen(
-        [*FEDACT, *sets("rounds=1000", f"output={tmp_path}", "name=run", "device=cpu")],
+        [*FEDACT, *settings, *sets("name=run")],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment(tmp_path),
     )  # fmt: skip
-    sign = tmp_path / "run" / ("rounds.jsonl" if rounds_first else "run.log")
+    record = tmp_path / "run"
+    sign = record / ("rounds.jsonl" if rounds_first else "run.log")
     deadline = time.monotonic() + 120
     while not (sign.exists() and sign.read_text().count("\n") > rounds_first) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert processes_of(tmp_path)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = json.loads((record / "summary.json").read_text())
     assert summary["status"] == "interrupted"
-    assert summary["rounds"] >= rounds_first
-    assert f"error: interrupted after {summary['rounds']} of 1000 rounds" in error
+    assert f"error: interrupted after {summary['rounds']} of 60 rounds" in error
     assert not processes_of(tmp_path)
+    if rounds_first:
+        assert [path.name for path in (record / "checkpoints").iterdir()] == [f"round-{summary['rounds']}"]
+        assert f"fedact run --resume {record} goes on" in error
+        inprocess = ["run", "--engine", "inprocess"]
+        assert CliRunner().invoke(cli, [*inprocess, "--resume", str(record)]).exit_code == 0
+        assert CliRunner().invoke(cli, [*inprocess, *settings, *sets("name=straight")]).exit_code == 0
+        models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "straight")]
+        assert models[0] == models[1]
 
 
 def test_flwr_run_itself(tmp_path: Path, make_settings: Callable[..., Settings]) -> None:
-    """No wrapper: Flower's own background SuperLink and its two default supernodes, three runs in a row.
+    """No wrapper: Flower's own background SuperLink and its two default supernodes, some runs in a row.
 
-    The first, of a method whose clients keep state, ends in the same bits as in process.
+    The first, of a method whose clients keep state, ends in the same bits as in process, and so when it goes on.
     """
     home = tmp_path / "home"
     flower = environment(tmp_path) | {
@@ -176,6 +188,12 @@ def test_flwr_run_itself(tmp_path: Path, make_settings: Callable[..., Settings])
         settings = make_settings(method="scaffold", rounds=2, local_steps=2, output=str(tmp_path), name="inprocess")
         run_inprocess(server_app, client_app, 3, dump(settings))
         ours = tmp_path / "inprocess" / "model.safetensors"
+        assert (overrides / "model.safetensors").read_bytes() == ours.read_bytes()
+
+        flwr_run(f"resume='{overrides}' method='scaffold' rounds=3 local_steps=2 device='cpu'")
+        assert json.loads((overrides / "summary.json").read_text())["rounds"] == 3
+        resume = ["run", "--engine", "inprocess", "--resume", str(ours.parent), *sets("rounds=3")]
+        assert CliRunner().invoke(cli, resume).exit_code == 0
         assert (overrides / "model.safetensors").read_bytes() == ours.read_bytes()
 
         flwr_run(str(PROJECT / "conf" / "smoke.toml"))

@@ -4,12 +4,14 @@ import logging
 import re
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import SType
 
 from fedact_flwr.inprocess import InProcessGrid
 from fedact_flwr.settings import Settings
@@ -527,16 +529,41 @@ def metric(**values: float) -> Callable[[RecordDict], None]:
     return lambda content: content[wire.METRICS].update(values)
 
 
+def announced(entries: int) -> ArrayRecord:
+    """An array whose header promises more than there is."""
+    file = BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (entries,)})
+    return ArrayRecord({"w": Array("float32", (3,), SType.NUMPY, file.getvalue() + bytes(12))})
+
+
+def pickled() -> ArrayRecord:
+    file = BytesIO()
+    np.save(file, np.array([1, "x", None], object), allow_pickle=True)
+    return ArrayRecord({"w": Array("object", (3,), SType.NUMPY, file.getvalue())})
+
+
 BAD = {
-    "nan": (arrays_of(wire.DELTA, np.array([1, np.nan, 0], np.float32)), "non-finite"),
+    "nan in delta": (arrays_of(wire.DELTA, np.array([1, np.nan, 0], np.float32)), "non-finite"),
+    "infinite delta": (arrays_of(wire.DELTA, np.array([1, -np.inf, 0], np.float32)), "non-finite"),
+    "nan in v": (arrays_of(wire.SECOND_MOMENT, np.array([1, np.nan, 0], np.float32)), "non-finite"),
     "infinite v": (arrays_of(wire.SECOND_MOMENT, np.array([1, np.inf, 0], np.float32)), "non-finite"),
     "negative v": (arrays_of(wire.SECOND_MOMENT, np.array([1, -1, 0], np.float32)), "negative"),
     "shape": (arrays_of(wire.DELTA, np.zeros(4, np.float32)), r"float32\[4\], not float32\[3\]"),
+    "broadcastable shape": (arrays_of(wire.DELTA, np.zeros(1, np.float32)), r"float32\[1\], not float32\[3\]"),
+    "another axis": (arrays_of(wire.SECOND_MOMENT, np.zeros((1, 3), np.float32)), r"float32\[1, 3\], not float32\[3\]"),
     "dtype": (arrays_of(wire.DELTA, np.zeros(3)), "float64"),
     "name": (lambda c: c.__setitem__(wire.DELTA, wire.to_record({"W": DELTAS[0]})), "names"),
+    "extra array": (
+        lambda c: c.__setitem__(wire.DELTA, wire.to_record({"w": DELTAS[0], "u": DELTAS[0]})), "names.*'u' first"
+    ),
+    "extra record": (arrays_of("surprise", DELTAS[0]), "surprise are none"),
+    "10 GB announced": (lambda c: c.__setitem__(wire.DELTA, announced(10**10 // 4)), "can't be decoded"),
+    "pickle": (lambda c: c.__setitem__(wire.DELTA, pickled()), "can't be decoded"),
     "missing record": (lambda c: c.__delitem__(wire.SECOND_MOMENT), "second_moment are missing"),
     "missing metrics": (lambda c: c.__delitem__(wire.METRICS), "metrics is missing"),
     "no examples": (metric(num_examples=0), "num_examples is 0"),
+    "negative examples": (metric(num_examples=-3), "num_examples is -3"),
+    "nan examples": (metric(num_examples=float("nan")), "num_examples is nan"),
     "too many examples": (metric(num_examples=2**62), "num_examples is 4611686018427387904"),
     "no steps": (metric(num_steps=0), "num_steps is 0"),
     "other steps": (metric(num_steps=11), "num_steps is 11, not 10"),
@@ -591,6 +618,20 @@ def test_below_the_quorum_the_model_stays_and_the_run_ends_after_a_while(two_cli
     assert strategy.steps_done == 0
     with pytest.raises(RunFailed, match=r"round 2: 1 good replies, min_replies = 2.*num_steps is 0"):
         one_round(strategy, grid, 2)
+
+
+def test_a_step_that_is_not_finite_is_not_taken(two_clients: MakeSettings) -> None:
+    """Each reply is good, and their sum is not: the round has failed, and nothing of it stays."""
+    strategy = FedACT(two_clients(max_failed_rounds=2))
+    good, _ = grid_of(lambda p: reply_of(p, FedACT.returned))
+    arrays, _ = one_round(strategy, good)
+    state = strategy.state_dict()
+    huge = arrays_of(wire.DELTA, np.full(3, 3e38, np.float32))
+    bad, _ = grid_of(lambda p: broken(huge, p)(p))
+    assert one_round(strategy, bad, 2, arrays)[0] is None
+    assert strategy.state_dict() == state | {"failed_in_a_row": 1}
+    with pytest.raises(RunFailed, match="round 3: the server's step makes model w non-finite; server_lr or lr may be"):
+        one_round(strategy, bad, 3, arrays)
 
 
 def test_a_good_round_forgives_failed_ones(two_clients: MakeSettings) -> None:
