@@ -82,8 +82,9 @@ def main() -> None:
         if len(lines) < 3 or any(line.get("failures", 0) for line in lines):
             raise SystemExit((home / "flower.log").read_text()[-5000:])
 
-    array = lines[1]["bytes_received"] / arguments.clients / 2 / GIB  # delta and v
-    print(f"{arguments.model}, {arguments.clients} clients; an array of the model is {array:.2f} GiB\n")
+    array = lines[1]["bytes_received"] / lines[1]["replies"] / 2 / GIB  # delta and v
+    each_round = f"{settings.clients_per_round} of {arguments.clients} clients a round"
+    print(f"{arguments.model}, {each_round}; an array of the model is {array:.2f} GiB\n")
     print("| round | seconds | seconds in fit | GiB down | GiB up |\n|---|---|---|---|---|")
     for before, line in pairwise(lines):
         seconds = line["seconds"] - before["seconds"]

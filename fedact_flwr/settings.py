@@ -72,7 +72,7 @@ def read_override(text: str) -> tuple[str, Any]:
     """``key=value`` with a TOML value; a bare word is a string. Raises `SettingsError`."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not key:
-        raise SettingsError(f"--set {text}: expected key=value")
+        raise SettingsError(f"--set {_in_line(text)}: expected key=value")
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -84,10 +84,11 @@ def parse(config: Mapping[str, Any]) -> Settings:
     fields = Settings.model_fields
     for key, value in config.items():
         if isinstance(value, dict):
-            raise SettingsError(f"[{key}]: a table; allowed are plain keys, those in pyproject.toml")
+            raise SettingsError(f"[{_in_line(key)}]: a table; allowed are plain keys, those in pyproject.toml")
         if key not in fields:
             raise SettingsError(
-                f"{key} = {value!r}: no such setting{_hint(key, list(fields))}; allowed are those in pyproject.toml"
+                f"{_in_line(key)} = {value!r}: no such setting{_hint(key, list(fields))}; "
+                f"allowed are those in pyproject.toml"
             )
     for key, registry in (
         ("task", list(TASKS)),
@@ -189,6 +190,11 @@ def _refuse_foreign(
                 f"{kind} with it: {', '.join(name for name, keys in owners.items() if key in keys)}; "
                 f"its own are {', '.join(own) or 'none'}"
             )
+
+
+def _in_line(text: str) -> str:
+    """Foreign text as part of a line: what would break it is escaped."""
+    return text if text.isprintable() else repr(text)
 
 
 def _hint(given: str, names: Sequence[str]) -> str:

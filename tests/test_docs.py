@@ -26,6 +26,15 @@ def run_code_of(page: str, **names: Any) -> dict[str, Any]:
     return names
 
 
+def test_every_test_that_the_table_of_faults_names_is_there() -> None:
+    rows = re.findall(r"^\| .*\|$", (PROJECT / "docs" / "reliability.md").read_text(), re.MULTILINE)[2:]
+    tests = "".join(path.read_text() for path in (PROJECT / "tests").rglob("test_*.py"))
+    for row in rows:
+        names = re.findall(r"`(test_\w+)`", row)
+        assert names, row
+        assert all(f"def {name}(" in tests for name in names), row
+
+
 def losses(settings: Settings) -> list[float]:
     run_inprocess(server_app, client_app, settings.clients, dump(settings))
     lines = (Path(settings.output) / settings.name / "rounds.jsonl").read_text().splitlines()

@@ -208,6 +208,21 @@ def fit(settings: Settings, folder: Path, n: int = 30) -> tuple[Any, dict[str, f
     return returned, metrics
 
 
+@every_case
+def test_a_client_writes_nothing_into_what_it_received(case: str, settings_of: MakeSettings, tmp_path: Path) -> None:
+    """In one process it is the server's own memory."""
+    settings = settings_of(case)
+    message, config = random_message(settings)
+    keep_random_state(settings, tmp_path)
+    records = {record: wire.to_record(vectors) for record, vectors in message.items()}
+    before = {record: [array.data for array in named.values()] for record, named in records.items()}
+    copies = {record: [bytes(bytearray(data)) for data in arrays] for record, arrays in before.items()}
+    client = FedClient(Toy(), Toy().make_model(3), Toy().examples(0, 8), Toy().test_examples(), settings)
+    views = {record: wire.from_record(named) for record, named in records.items()}
+    client.fit(views, {**config, wire.STATE_FOLDER: str(tmp_path)})
+    assert before == copies
+
+
 def hooked(optimizer: Optimizer, before: Callable | None = None, after: Callable | None = None) -> Optimizer:
     if before:
         optimizer.register_step_pre_hook(lambda *_: before())

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from flwr.client import NumPyClient
 from torch import Tensor, nn
 
 from clients.client import FedClient, exchanged_state, load_state
-from clients.device import UnavailableDevice, prepare_device
-from clients.training import batches, train
+from clients.device import OutOfMemory, UnavailableDevice, prepare_device
+from clients.training import NonFinite, batches, train
 from fedact_flwr.settings import Settings
 from strategies import STRATEGIES, wire
 from tasks.task import Examples
@@ -257,3 +258,70 @@ def test_threads_are_set_each_time() -> None:
     for threads in (2, 1, 2, 1):
         prepare_device("cpu", threads)
         assert torch.get_num_threads() == threads
+
+
+# ---- failure
+
+
+class FailingTask(ToyTask):
+    """In the given step the loss is ``fault(model)``."""
+
+    def __init__(self, step: int, fault: Callable[[nn.Module], Tensor]) -> None:
+        self.step, self.fault = step, fault
+
+    def loss(self, model: nn.Module, batch: Examples) -> Tensor:
+        self.step -= 1
+        return self.fault(model) if self.step == 0 else super().loss(model, batch)
+
+
+def failing_client(settings: Settings, step: int, fault: Callable[[nn.Module], Tensor]) -> FedClient:
+    return FedClient(FailingTask(step, fault), toy_model(), toy_examples(), {}, settings)  # type: ignore[arg-type]
+
+
+def nan_loss(model: nn.Module) -> Tensor:
+    return sum(p.sum() for p in model.parameters()) * float("nan")
+
+
+def nan_gradient(model: nn.Module) -> Tensor:
+    """0, where its derivative is 0 * inf."""
+    w = model.head.weight
+    return (w - w.detach()).abs().sqrt().sum()
+
+
+@pytest.mark.parametrize("method", ["fedact", "scaffold"])
+@pytest.mark.parametrize(
+    ("step", "fault", "message"),
+    [
+        (3, nan_loss, "the loss of step 3 of 10 is nan; a lower lr, or clip_norm, may help"),
+        (10, nan_gradient, "is not finite after 10 steps; a lower lr, or clip_norm, may help"),
+    ],
+)
+def test_what_is_not_finite_is_not_sent_and_not_kept(
+    method: str, step: int, fault: Any, message: str, make_settings: MakeSettings
+) -> None:
+    parameters, config = message_for(method)
+    with pytest.raises(NonFinite, match=message):
+        failing_client(make_settings(method=method, lr=0.05), step, fault).fit(parameters, config)
+    assert list(Path(config[wire.STATE_FOLDER]).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda model: torch.empty(2**50).sum(),
+        lambda model: torch.from_numpy(np.ones(2**50)).sum(),
+        lambda model: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),
+    ],
+    ids=["torch's CPU", "numpy", "CUDA"],
+)
+def test_out_of_memory_says_what_to_lower(fault: Any, make_settings: MakeSettings) -> None:
+    client = failing_client(make_settings(batch_size=16), 2, fault)
+    with pytest.raises(OutOfMemory, match=r"out of memory with 16 examples at once .*set micro_batch_size below that"):
+        client.fit(*message_for("fedact"))
+    assert np.isfinite(client.fit(*message_for("fedact"))[0][wire.DELTA]["head.weight"]).all()  # it can go on
+
+
+def test_other_errors_are_left_as_they_are(make_settings: MakeSettings) -> None:
+    client = failing_client(make_settings(), 1, lambda model: model(torch.zeros(4, 99)).sum())
+    with pytest.raises(RuntimeError, match="running_mean should contain 99"):
+        client.fit(*message_for("fedact"))

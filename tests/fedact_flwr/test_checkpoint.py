@@ -165,6 +165,31 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run(
     assert checkpoints.after_round(checkpoint_of(settings, 3))
 
 
+SMALL_FILES = """
+import resource, signal, sys
+from fedact_flwr.__main__ import main
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+main()
+"""
+
+
+def test_a_disk_that_is_full_at_the_end_fails_the_run(tmp_path: Path) -> None:
+    """No file may be longer than 100 kB, so the rounds can be written, and neither checkpoints nor the model."""
+    arguments = [*RUN, *sets("rounds=2", "checkpoint_every=1", "clients=2", "clients_per_round=2", "local_steps=1")]
+    arguments += sets(f"output={tmp_path}", "name=run", "device=cpu")
+    ended = subprocess.run([sys.executable, "-c", SMALL_FILES, *arguments], timeout=120, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "error: the run failed: " in ended.stderr
+    assert "File too large" in ended.stderr
+    record = tmp_path / "run"
+    assert [json.loads(line)["round"] for line in (record / "rounds.jsonl").read_text().splitlines()] == [0, 1, 2]
+    assert "round 1: no checkpoint could be written" in (record / "run.log").read_text()
+    assert list((record / "checkpoints").iterdir()) == []
+    assert json.loads((record / "summary.json").read_text())["status"] == "failed"
+
+
 # ---- runs
 
 
@@ -178,30 +203,39 @@ def model(record: Path) -> bytes:
 
 KILLED = """
 import os, signal, sys
-from fedact_flwr import checkpoint
 from fedact_flwr.__main__ import main
+from {module} import {owner}
 
-rename = checkpoint.Path.rename
-def kill(self, target):
-    if target.name == "round-4":
+original = {owner}.{method}
+def {method}(self, *arguments):
+    if {moment}:
         os.kill(os.getpid(), signal.SIGKILL)
-    return rename(self, target)
-checkpoint.Path.rename = kill
+    return original(self, *arguments)
+{owner}.{method} = {method}
 main()
 """
+MOMENTS = {
+    "in the middle of a round": KILLED.format(
+        module="clients.client", owner="FedClient", method="fit",
+        moment="(arguments[1]['round'], arguments[1]['partition']) >= (4, 1)",
+    ),
+    "while it writes a checkpoint": KILLED.format(
+        module="fedact_flwr.checkpoint", owner="Path", method="rename", moment="arguments[0].name == 'round-4'"
+    ),
+}  # fmt: skip
 
 
-def test_killed_while_it_writes_a_checkpoint(tmp_path: Path) -> None:
-    """All of round 4's checkpoint is there but its name; the run goes on from round 2."""
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed(moment: str, tmp_path: Path) -> None:
+    """Of round 4's checkpoint all is there but its name, or nothing; the run goes on from round 2."""
     settings = sets(*SMALL, "rounds=5", f"output={tmp_path}")
     assert run(*settings, *sets("name=straight")).exit_code == 0
     arguments = [*RUN, *settings, *sets("name=killed")]
-    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], timeout=120, stdout=subprocess.DEVNULL)
+    killed = subprocess.run([sys.executable, "-c", MOMENTS[moment], *arguments], timeout=120, stdout=subprocess.DEVNULL)
     assert killed.returncode == -signal.SIGKILL
     record = tmp_path / "killed"
-    left = sorted(path.name for path in (record / "checkpoints").iterdir())
-    assert left[0].startswith(".unfinished-round-4")
-    assert left[1:] == ["round-2"]
+    left = sorted(path.name.partition("-4")[0] for path in (record / "checkpoints").iterdir())
+    assert left == [*([".unfinished-round"] if "writes" in moment else []), "round-2"]
     result = run("--resume", str(record))
     assert result.exit_code == 0, result.output
     assert "goes on after round 2" in result.output

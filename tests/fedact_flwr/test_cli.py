@@ -189,7 +189,20 @@ def test_a_run_in_which_no_round_was_good_has_failed(tmp_path: Path) -> None:
     code, output = fedact("run", "--engine", "inprocess", *sets(*SMALL, f"output={tmp_path}", "lr=1e30"))
     assert code == 1
     assert "error: the run failed: RunFailed: round 2: 0 good replies" in output
-    assert "train_loss is nan" in output
+    assert "NonFinite: the loss of step" in output
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    """As in `fedact run | head -1`: the reader ends, and the run does not."""
+    command = [sys.executable, "-m", "fedact_flwr", "run", "--engine", "inprocess"]
+    process = subprocess.Popen(
+        [*command, *sets(*SMALL, "rounds=20", "name=run", f"output={tmp_path}")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    assert process.stdout.readline().startswith("fedact on digits")
+    process.stdout.close()
+    assert process.wait(120) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
 
 
 def test_ctrl_c_before_the_start(tmp_path: Path) -> None:

@@ -66,6 +66,21 @@ def test_the_record_of_a_run(make_settings: MakeSettings) -> None:
     assert list((folder / "tensorboard").glob("events.*"))
 
 
+def test_a_tensorboard_that_fails_ends_no_run(
+    make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
+    folder = run(make_settings(**SMALL, tensorboard=True))
+    assert len(rounds_of(folder)) == 3
+    assert caplog.text.count("TensorBoard gets no more scalars: OSError: No space left on device") == 1
+
+
 def test_the_final_model_is_the_one_evaluated_last(make_settings: MakeSettings) -> None:
     from safetensors.torch import load_model
 

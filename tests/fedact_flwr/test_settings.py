@@ -1,10 +1,13 @@
+import tempfile
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fedact_flwr.settings import (
     PROJECT,
@@ -191,6 +194,42 @@ def test_errors_are_one_line_with_key_value_and_what_is_allowed(key: str, value:
     assert message.startswith(f"{key} = {value!r}: ")
     assert allowed in message
     assert "\n" not in message
+
+
+numbers = st.one_of(st.integers(), st.floats(), st.booleans())
+values = st.one_of(numbers, st.text(max_size=20), st.sampled_from(["auto", "../x", "/etc/passwd", "a\0b", "CON", "\n"]))
+
+
+def taken_or_refused_in_one_line(read: Callable[[], Any]) -> Any:
+    refusal = ""
+    try:
+        return read()
+    except SettingsError as error:
+        refusal = str(error)
+    assert len(refusal.splitlines()) == 1
+
+
+@given(st.dictionaries(st.one_of(st.sampled_from(sorted(DEFAULTS)), st.text(max_size=10)), values, max_size=3))
+def test_any_setting_is_taken_or_refused_in_one_line(changes: dict[str, Any]) -> None:
+    settings = taken_or_refused_in_one_line(lambda: parse(DEFAULTS | changes))
+    if settings is None:
+        return
+    assert parse(dump(settings)) == settings
+    assert Path(settings.name).name == settings.name
+    tomllib.loads(tomli_w.dumps(dump(settings)))
+
+
+@given(st.text(max_size=40))
+def test_any_override_is_read_or_refused_in_one_line(text: str) -> None:
+    read = taken_or_refused_in_one_line(lambda: read_override(text))
+    assert read is None or read[0] in text
+
+
+@given(st.binary(max_size=60))
+def test_any_file_is_read_or_refused(data: bytes) -> None:
+    with tempfile.NamedTemporaryFile(suffix=".toml") as file:
+        Path(file.name).write_bytes(data)
+        taken_or_refused_in_one_line(lambda: parse(DEFAULTS | read_file(Path(file.name))))
 
 
 def test_client_evaluation_needs_held_out_examples() -> None:

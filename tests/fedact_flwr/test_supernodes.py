@@ -6,15 +6,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import tomli_w
+from flwr.app import Error, Message
 
+from fedact_flwr import server_app as server_app_module
 from fedact_flwr.client_app import app as client_app
-from fedact_flwr.inprocess import run_inprocess
+from fedact_flwr.inprocess import InProcessGrid, run_inprocess
 from fedact_flwr.server_app import app as server_app
 from fedact_flwr.settings import Settings, dump
 from fedact_flwr.simulation import BIN, _end, _environment, _free_port, _wait_until_listening, run_simulation
+from strategies import wire
 from strategies.seeds import derive_seed
 
 SEED = 6  # samples partitions 0, 1, 1, 0
@@ -42,11 +47,11 @@ class Network:
                 _end(started)
 
     @contextmanager
-    def superlink(self) -> Iterator[None]:
+    def superlink(self) -> Iterator[subprocess.Popen[bytes]]:
         options = ["--insecure", "--host", "127.0.0.1", "--port", str(self.port)]
         with self.process("flower-superlink", *options) as started:
             _wait_until_listening(self.port, started)
-            yield
+            yield started
 
     def supernode(self, i: int) -> AbstractContextManager[subprocess.Popen[bytes]]:
         node = f"partition-id={i} num-partitions=2 client-state='{self.folder / f'node{i}'}' cache='{self.folder}'"
@@ -108,6 +113,80 @@ def test_what_a_client_keeps_survives_a_restarted_supernode(
     assert run.returncode == 0, log
     assert [p.name for p in (tmp_path / "node0").rglob("round-*")] != []
     assert [json.loads(line).get("failures") for line in rounds.read_text().splitlines()] == [None, 0, 0, 0, 0], log
+    run_inprocess(server_app, client_app, 2, dump(make_settings(**small, output=str(tmp_path), name="inprocess")))
+    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("network", "inprocess"))
+    assert a == b
+
+
+def test_a_client_that_is_killed_and_one_that_is_late(tmp_path: Path, make_settings: Callable[..., Settings]) -> None:
+    """Each is named and left out of its round, the late reply of its next one too, and both take part again.
+
+    The model is the one of a run in one process in which those two answers failed.
+    """
+    small = {"clients": 2, "clients_per_round": 2, "rounds": 4, "local_steps": 3, "output": str(tmp_path)}
+    network, rounds = Network(tmp_path), tmp_path / "network" / "rounds.jsonl"
+
+    def lines() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in rounds.read_text().splitlines()] if rounds.exists() else []
+
+    def client_of(node: subprocess.Popen[bytes]) -> psutil.Process | None:
+        family = psutil.Process(node.pid).children(recursive=True)
+        return next((p for p in family if "flwr-clientapp" in "".join(p.cmdline())), None)
+
+    def client_in_round(server_round: int, node: subprocess.Popen[bytes]) -> psutil.Process:
+        """The node's client process of this round, once it is there."""
+        network.wait_for(lambda: len(lines()) >= server_round and client_of(node) is not None)
+        client = client_of(node)
+        assert client
+        return client
+
+    settings = make_settings(**small, name="network", round_timeout=20.0)
+    with network.superlink(), network.supernode(0) as first, network.supernode(1) as second, network.submit(settings):
+        client_in_round(2, first).kill()
+        late = client_in_round(3, second)
+        late.suspend()
+        network.wait_for(lambda: len(lines()) == 4)
+        late.resume()
+        network.wait_for((tmp_path / "network" / "summary.json").exists)
+
+    failed = [line.get("failed", []) for line in lines()[1:]]
+    assert [len(names) for names in failed] == [0, 1, 1, 0], network.log.read_text()[-3000:]
+    assert failed[1][0].startswith("partition 0, node ")
+    assert failed[2][0].startswith("partition 1, node ")
+    assert failed[2][0].endswith("no reply in time")
+
+    class Failing(InProcessGrid):
+        def _answer(self, message: Message) -> Message:
+            place = message.metadata.group_id, message.content.get(wire.CONFIG, {}).get(wire.PARTITION)
+            if place in (("2", 0), ("3", 1)):
+                return Message(Error(0, "lost"), reply_to=message)
+            return super()._answer(message)
+
+    own = make_settings(**small, name="inprocess")
+    server_app_module.run(own, Failing(client_app, 2, dump(own)))
+    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("network", "inprocess"))
+    assert a == b
+
+
+def test_a_superlink_that_is_killed_loses_no_run(tmp_path: Path, make_settings: Callable[..., Settings]) -> None:
+    """A new one, new nodes that find what their clients kept, and the run goes on to the bits of one process."""
+    small = {"method": "scaffold", "clients": 2, "clients_per_round": 2, "rounds": 4, "local_steps": 3}
+    network, record = Network(tmp_path), tmp_path / "network"
+    settings = make_settings(**small, output=str(tmp_path), name="network", checkpoint_every=1)
+    with network.superlink() as superlink, network.supernode(0), network.supernode(1), network.submit(settings):
+        network.wait_for((record / "checkpoints" / "round-2").exists)
+        server = next(
+            p
+            for p in psutil.Process(superlink.pid).children(recursive=True)
+            if "flwr-serverapp" in "".join(p.cmdline())
+        )
+        superlink.kill()
+        server.wait(60)
+    assert json.loads((record / "summary.json").read_text())["status"] == "interrupted"
+    settings = settings.model_copy(update={"resume": str(record)})
+    with network.superlink(), network.supernode(0), network.supernode(1), network.submit(settings) as run:
+        network.wait_for(lambda: run.poll() is not None)
+    assert run.returncode == 0, network.log.read_text()[-3000:]
     run_inprocess(server_app, client_app, 2, dump(make_settings(**small, output=str(tmp_path), name="inprocess")))
     a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("network", "inprocess"))
     assert a == b

@@ -587,6 +587,19 @@ def test_bad_replies_are_named_counted_and_never_folded(
     assert re.search(reason, caplog.text)
 
 
+def test_a_duplicate_reply_is_folded_once(two_clients: MakeSettings) -> None:
+    class Echo(InProcessGrid):
+        def pull_messages(self, message_ids: Any) -> list[Message]:
+            return 2 * list(super().pull_messages(message_ids))
+
+    grid, _ = grid_of(lambda p: reply_of(p, FedACT.returned))
+    grid.__class__ = Echo
+    strategy = FedACT(two_clients(rounds=1))
+    strategy.start(grid, wire.to_record(X0), num_rounds=1)
+    assert strategy.model["w"].tolist() == [-2, 3, 5]
+    assert (strategy.round_metrics["replies"], strategy.round_metrics["failures"]) == (2, 0)
+
+
 def test_a_client_that_raises_is_a_bad_reply(two_clients: MakeSettings) -> None:
     def explode(content: RecordDict) -> None:
         raise RuntimeError("out of memory")
