@@ -17,6 +17,7 @@ from clients.diagnostics import DirectionConsistency
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.budget import with_budget
 from fedact_flwr.checkpoint import MAY_CHANGE, Checkpoint, Checkpoints
+from fedact_flwr.orphan import end_with_parent
 from fedact_flwr.record import SETTINGS_FILE, RunRecord
 from fedact_flwr.settings import Settings, SettingsError, check_own_settings, check_task, dump, parse, read_file
 from strategies import STRATEGIES, RunFailed, wire
@@ -30,6 +31,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
+    end_with_parent()
     run(parse(context.run_config), grid)
 
 

@@ -1,0 +1,28 @@
+"""What Flower leaves behind: a ServerApp whose SuperLink is gone."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+FLOWERS = ("flwr-serverapp", "flwr-simulation")  # processes that Flower starts for a ServerApp
+
+
+def end_with_parent() -> None:
+    """Have this process get SIGINT when its parent ends, if it is one that Flower started.
+
+    Flower 1.42 does the same, but raises the signal in a thread of its own, which does not wake a main thread that waits
+    for another one, as it does while it sends: the process would try to reach its SuperLink for ever, and hold the record.
+    """
+    if not sys.argv[0].endswith(FLOWERS) or os.name != "posix":
+        return
+    parent, main_thread = os.getppid(), threading.main_thread().ident
+    assert main_thread
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        signal.pthread_kill(main_thread, signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
