@@ -12,8 +12,8 @@ FLOWERS = ("flwr-serverapp", "flwr-simulation")  # processes that Flower starts 
 def end_with_parent() -> None:
     """Have this process get SIGINT when its parent ends, if it is one that Flower started.
 
-    Flower 1.42 does the same, but raises the signal in a thread of its own, which does not wake a main thread that waits
-    for another one, as it does while it sends: the process would try to reach its SuperLink for ever, and hold the record.
+    Flower 1.42 does the same, but raises the signal in a thread of its own. That does not wake a main thread that waits
+    for another one, as it does while it sends: the process would look for its SuperLink for ever, and hold the record.
     """
     if not sys.argv[0].endswith(FLOWERS) or os.name != "posix":
         return
