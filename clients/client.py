@@ -147,9 +147,10 @@ class FedClient(NumPyClient):
     def evaluate(  # type: ignore[override]
         self, parameters: Named, config: Mapping[str, Any]
     ) -> tuple[float, int, dict[str, float]]:
-        """Evaluate the received model on the held-out examples."""
+        """Evaluate the received model on the held-out examples. Raises `clients.device.OutOfMemory`."""
         load_state(self.model, parameters[wire.MODEL])
-        metrics = self.task.evaluate(self.model, self.held_out)
+        with memory_errors_explained(self.settings):
+            metrics = self.task.evaluate(self.model, self.held_out)
         n = num_examples(self.held_out)
         bookkeeping = {wire.PARTITION: config[wire.PARTITION], wire.NUM_EXAMPLES: n}
         return metrics["loss"], n, metrics | bookkeeping

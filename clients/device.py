@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -79,9 +80,9 @@ def memory_errors_explained(settings: LocalSettings) -> Iterator[None]:
             raise
         size = settings.micro_batch_size or settings.batch_size
         gist = str(error).splitlines()[0] if str(error) else type(error).__name__
+        traceback.clear_frames(error.__traceback__)  # they hold the round's tensors
     else:
         return
-    # out here the error, whose traceback holds the round's tensors, is gone
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     raise OutOfMemory(

@@ -6,13 +6,18 @@ Heterogeneity", Algorithm 1. Where the paper leaves room, the decision is docume
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from clients.cpu_kernel import CpuKernel, cpu_kernel
+
+SAMPLE = 2**16  # entries that bracket the threshold of the selection
 
 
 class StabilityWarning(UserWarning):
@@ -55,17 +60,40 @@ def trust_modulation(score: Tensor, tau: float, alpha: float, gamma: float) -> T
         phi, with the shape, dtype and device of ``score``.
     """
     d = score.numel()
-    trusted = math.floor(Fraction(repr(float(tau))) * d)
+    trusted = _trusted(tau, d)
     if trusted == d:
         return torch.full_like(score, alpha)
     phi = torch.full_like(score, gamma)
     if trusted == 0:
         return phi
-    threshold = score.topk(trusted, sorted=False).values.min()
-    above = score > threshold
-    ties = score == threshold
-    room = trusted - above.sum()
-    return phi.masked_fill_(above | (ties & (ties.cumsum(0) <= room)), alpha)
+    threshold, above = _kth_largest(score, trusted)
+    greater, ties = score > threshold, score == threshold
+    room = trusted - above
+    if room == ties.sum():
+        return phi.masked_fill_(greater | ties, alpha)
+    return phi.masked_fill_(greater | (ties & (ties.cumsum(0) <= room)), alpha)
+
+
+def _kth_largest(score: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k-th largest entry, and how many are larger, 0 < k < d.
+
+    A sample brackets it, and it is sought among the entries of the bracket (Floyd and Rivest 1975): sorting all of a
+    large vector takes ten times as long as the step.
+    """
+    d, kept, above = score.numel(), score, torch.zeros((), dtype=torch.int64, device=score.device)
+    if d > SAMPLE:
+        sample = score[torch.arange(SAMPLE, device=score.device) * d // SAMPLE].sort(descending=True).values
+        middle, reach = (
+            k * SAMPLE // d,
+            4 * math.isqrt(SAMPLE) // 2 + 4,
+        )
+        low, high = sample[min(middle + reach, SAMPLE - 1)], sample[max(middle - reach, 0)]
+        greater = (score > high).sum()
+        bracket = score[(score >= low) & (score <= high)]
+        if 0 < k - greater.item() <= len(bracket):  # else the sample was misleading
+            kept, above = bracket, greater
+    threshold = kept.topk(k - int(above), sorted=False).values.min()
+    return threshold, above + (kept > threshold).sum()
 
 
 class ActAdamW(Optimizer):
@@ -149,6 +177,8 @@ class ActAdamW(Optimizer):
         self.steps_done = steps_done
         self.keep_scores_at: int | None = None
         self.scores: Tensor | None = None
+        self.compiled = True
+        self._scores: Tensor | None = None  # the kernel's vector, kept from step to step
         _check(0 <= tau <= 1, "tau", tau, "[0, 1]")
         _check(self.alpha >= 0, "alpha", self.alpha, "0 or more")
         _check(self.gamma >= 0, "gamma", self.gamma, "0 or more")
@@ -196,62 +226,108 @@ class ActAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        updates = []  # (parameters, directions, lr, weight decay) of each group
-        scores = []  # one vector per parameter, over all groups
-        step = 0
+        active: list[tuple[Tensor, Tensor, dict[str, Any]]] = []  # parameters with their gradients and groups
         for group in self.param_groups:
-            active = [p for p in group["params"] if p.grad is not None]
-            if not active:
-                continue
-            gradients = [p.grad for p in active]
-            if any(p.dtype not in (torch.float32, torch.float64) or p.grad.is_sparse for p in active):
-                raise ValueError("ActAdamW takes dense float32 or float64 parameters; use autocast for bfloat16")
-            local, corrected = self._directions(active, gradients, group)
-            scored = corrected if self.score == "corrected" else local
-            scores += [s.flatten() for s in torch._foreach_mul(scored, gradients)]
-            updates.append((active, corrected, group["lr"], group["weight_decay"]))
-            step = max(step, *(self.state[p]["step"] for p in active))
-
-        self.scores = torch.cat(scores) if scores and step == self.keep_scores_at else None
-        phi = iter(self._modulations(scores))
-        for parameters, directions, lr, weight_decay in updates:
-            torch._foreach_mul_(directions, [next(phi).view_as(u) for u in directions])
-            torch._foreach_mul_(parameters, 1 - lr * weight_decay)
-            torch._foreach_add_(parameters, directions, alpha=-lr)
+            active += [(p, p.grad, group) for p in group["params"] if p.grad is not None]
+        if any(p.dtype not in (torch.float32, torch.float64) or g.is_sparse for p, g, _ in active):
+            raise ValueError("ActAdamW takes dense float32 or float64 parameters; use autocast for bfloat16")
+        for p, _, _ in active:
+            self.state[p]["step"] += 1
+        step = max((self.state[p]["step"] for p, _, _ in active), default=0)
+        kernel = cpu_kernel() if self.compiled and _fits_kernel(active, self.state) else None
+        scores = self._compiled_step(kernel, active) if kernel else self._plain_step(active)
+        self.scores = scores if active and step == self.keep_scores_at else None
         return loss
 
-    def _directions(
-        self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Update the moments and give the local and the corrected directions."""
-        states = [self.state[p] for p in parameters]
-        for state in states:
-            state["step"] += 1
-        beta1, beta2 = group["betas"]
-        rho = group["rho"]
-        m = [state["m"] for state in states]
-        v = [state["v"] for state in states]
-        torch._foreach_lerp_(m, gradients, 1 - beta1)
+    def _scalars(self, p: Tensor, group: dict[str, Any]) -> tuple[float, ...]:
+        """What a step multiplies with, in the order in which `CpuKernel.step` takes it."""
+        (beta1, beta2), k, lr = group["betas"], self.state[p]["step"], group["lr"]
+        unbias1, unbias2 = 1 / (1 - beta1**k), 1 / (1 - beta2 ** (self.steps_done + k))
+        decay, rho = 1 - lr * group["weight_decay"], group["rho"]
+        return beta1, 1 - beta1, beta2, 1 - beta2, unbias1, unbias2, group["eps"], 1 - rho, rho, decay, lr
+
+    def _compiled_step(self, kernel: CpuKernel, active: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> Tensor:
+        """The step in three passes over memory. Gives the scores."""
+        d = sum(p.numel() for p, _, _ in active)
+        if self._scores is None or self._scores.numel() != d:
+            self._scores = torch.empty(d)
+        each_tensor = self.scope == "tensor"
+        sizes = [p.numel() for p, _, _ in active] if each_tensor else [d]
+        kernel.step(
+            [(p, g, *(self.state[p][name] for name in ("m", "v", "correction"))) for p, g, _ in active],
+            [self._scalars(p, group) for p, _, group in active],
+            [_trusted(self.tau, size) for size in sizes],
+            each_tensor,
+            self.score == "local",
+            self.alpha,
+            self.gamma,
+            self._scores,
+        )
+        return self._scores
+
+    def _plain_step(self, active: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> Tensor:
+        """The same, with PyTorch's operations, to the same bits: each of them rounds once. Gives the scores."""
+        if not active:
+            return torch.empty(0)
+        x, g, groups = zip(*active, strict=True)
+        m, v, correction = ([self.state[p][name] for p in x] for name in ("m", "v", "correction"))
+        beta1, rest1, beta2, rest2, unbias1, unbias2, eps, own, shared, decay, lr = (
+            list(scalars) for scalars in zip(*map(self._scalars, x, groups), strict=True)
+        )
+        torch._foreach_mul_(m, beta1)
+        torch._foreach_add_(m, torch._foreach_mul(g, rest1))
+        squares = torch._foreach_mul(g, g)
+        torch._foreach_mul_(squares, rest2)
         torch._foreach_mul_(v, beta2)
-        torch._foreach_addcmul_(v, gradients, gradients, value=1 - beta2)
+        torch._foreach_add_(v, squares)
 
-        denominators = torch._foreach_div(v, [1 - beta2 ** (self.steps_done + s["step"]) for s in states])
-        torch._foreach_sqrt_(denominators)
-        torch._foreach_add_(denominators, group["eps"])
-        local = torch._foreach_div(m, [1 - beta1 ** s["step"] for s in states])
+        denominators = torch._foreach_mul(v, unbias2)
+        _sqrt_(denominators)
+        torch._foreach_add_(denominators, eps)
+        local = torch._foreach_mul(m, unbias1)
         torch._foreach_div_(local, denominators)
-        corrected = torch._foreach_mul(local, 1 - rho)
-        torch._foreach_add_(corrected, [state["correction"] for state in states], alpha=rho)
-        return list(local), list(corrected)
+        del squares, denominators
+        u = torch._foreach_mul(local, own)
+        torch._foreach_add_(u, torch._foreach_mul(correction, shared))
+        scored = torch._foreach_mul(local if self.score == "local" else u, g)
+        del local
+        scores = torch.cat([s.flatten() for s in scored])
+        del scored
 
-    def _modulations(self, scores: list[Tensor]) -> Sequence[Tensor]:
-        """phi for each vector of scores."""
-        if not scores:
-            return []
+        sizes = [p.numel() for p in x]
+        parts = scores.split(sizes)
         if self.scope == "tensor":
-            return [trust_modulation(s, self.tau, self.alpha, self.gamma) for s in scores]
-        phi = trust_modulation(torch.cat(scores), self.tau, self.alpha, self.gamma)
-        return phi.split([s.numel() for s in scores])
+            phi: Sequence[Tensor] = [trust_modulation(s, self.tau, self.alpha, self.gamma) for s in parts]
+        else:
+            phi = trust_modulation(scores, self.tau, self.alpha, self.gamma).split(sizes)
+        torch._foreach_mul_(u, [part.view_as(p) for part, p in zip(phi, x, strict=True)])
+        torch._foreach_mul_(u, lr)
+        torch._foreach_mul_(x, decay)
+        torch._foreach_sub_(x, u)
+        return scores
+
+
+def _sqrt_(tensors: tuple[Tensor, ...]) -> None:
+    """In place, each rounded correctly: PyTorch's own on a CPU leaves that to MKL, which does not always."""
+    if tensors[0].device.type != "cpu":
+        torch._foreach_sqrt_(tensors)
+        return
+    for tensor in tensors:
+        array = tensor.numpy()
+        np.sqrt(array, out=array)
+
+
+def _trusted(tau: float, d: int) -> int:
+    """floor(tau d), with tau the decimal number that it prints as."""
+    return math.floor(Fraction(repr(float(tau))) * d)
+
+
+def _fits_kernel(active: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], state: Mapping[Tensor, Any]) -> bool:
+    return bool(active) and all(
+        t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous()
+        for p, g, _ in active
+        for t in (p, g, state[p]["m"], state[p]["v"], state[p]["correction"])
+    )
 
 
 def _check(valid: bool, name: str, value: object, allowed: str) -> None:

@@ -14,7 +14,7 @@ def with_budget(settings: Settings) -> tuple[Settings, str | None]:
     that the budget does not give.
     """
     s = settings
-    if s.tokens_per_parameter == 0:
+    if s.tokens_per_parameter == 0 or s.resume:  # a run that goes on has its rounds, or more
         return s, None
     task = TASKS[s.task].configured(s)
     if not isinstance(task, PretrainC4):

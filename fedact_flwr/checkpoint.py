@@ -159,6 +159,7 @@ class Checkpoints:
         self.settings = settings
         self.task = task
         self._latest: Checkpoint | None = None
+        self._closed = False
         self._writing = threading.RLock()  # a signal's handler may write while another thread or frame does
 
     def newest(self) -> Checkpoint | None:
@@ -182,32 +183,39 @@ class Checkpoints:
         return found
 
     def after_round(self, checkpoint: Checkpoint) -> bool:
-        """Remember it, and write it where one is due. True where it was written."""
-        every = self.settings.checkpoint_every
-        self._latest = checkpoint if every and checkpoint.round else None
-        return every > 0 and checkpoint.round % every == 0 and self._write_latest()
+        """Remember it, and write it where one is due. True where it was written.
+
+        Raises SystemExit after `close`: a round more would let clients forget what the checkpoint needs.
+        """
+        with self._writing:
+            if self._closed:
+                raise SystemExit("the run is being stopped")
+            every = self.settings.checkpoint_every
+            self._latest = checkpoint if every and checkpoint.round else None
+            return every > 0 and checkpoint.round % every == 0 and self._write_latest()
 
     def close(self) -> None:
         """Write the last round's, unless it is there. Also a signal's handler, at any moment of the run."""
-        self._write_latest()
-        self._latest = None
+        with self._writing:
+            self._closed = True
+            self._write_latest()
+            self._latest = None
 
     def _write_latest(self) -> bool:
         """A disk that is full ends no run: False, and a line in the log."""
-        with self._writing:
-            latest = self._latest
-            if latest is None:
-                return False
-            folder = self.folder / f"{PREFIX}{latest.round}"
-            try:
-                if not folder.exists():  # as it does where a signal came just after it was written
-                    write(folder, latest)
-                self._latest = None
-                self._remove_others()
-            except (OSError, SafetensorError) as error:
-                log(ERROR, "round %s: no checkpoint could be written: %s; the run goes on", latest.round, error)
-                return False
-            return True
+        latest = self._latest
+        if latest is None:
+            return False
+        folder = self.folder / f"{PREFIX}{latest.round}"
+        try:
+            if not folder.exists():  # as it does where a signal came just after it was written
+                write(folder, latest)
+            self._latest = None
+            self._remove_others()
+        except (OSError, SafetensorError) as error:
+            log(ERROR, "round %s: no checkpoint could be written: %s; the run goes on", latest.round, error)
+            return False
+        return True
 
     def remove_after(self, server_round: int) -> None:
         """Remove what is newer, which was bad, and what was left unfinished."""

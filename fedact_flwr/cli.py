@@ -28,9 +28,11 @@ from fedact_flwr.record import (
     FAILED,
     INTERRUPTED,
     SETTINGS_FILE,
+    SUMMARY_FILE,
     locked,
     make_folder,
     read_summary,
+    record_to_resume,
     results,
     write_rounds,
     write_summary,
@@ -95,7 +97,7 @@ def run(
         settings = _for_this_machine(settings, engine, ray)
         settings, budget = with_budget(settings)
         before = _rounds_before(settings) if settings.resume else ()
-        folder = Path(settings.resume).expanduser().resolve() if settings.resume else make_folder(settings)
+        folder = record_to_resume(settings) if settings.resume else make_folder(settings)
         settings = settings.model_copy(update={"output": str(folder.parent), "name": folder.name})
     except SettingsError as error:
         _fail(str(error), BAD_SETTINGS)
@@ -130,11 +132,12 @@ def run(
             message += f"; fedact run --resume {folder} goes on"
         _fail(message, RUN_INTERRUPTED)
     except Exception as error:
-        with (folder / LOG_FILE).open("a") as log:
-            traceback.print_exc(file=log)
         summary = read_summary(folder)
-        if summary is None:  # the ServerApp had no chance to write one
-            write_summary(folder, FAILED, str(error), results(follow.lines, TASKS[settings.task]))
+        with contextlib.suppress(OSError):  # the disk may be full
+            with (folder / LOG_FILE).open("a") as log:
+                traceback.print_exc(file=log)
+            if summary is None:  # the ServerApp had no chance to write one
+                write_summary(folder, FAILED, str(error), results(follow.lines, TASKS[settings.task]))
         cause = summary["cause"] if summary else error
         _fail(f"the run failed: {cause}; log: {folder / LOG_FILE}", RUN_FAILED)
     with contextlib.suppress(OSError):  # nobody may be there to read it
@@ -316,11 +319,16 @@ def read_settings(files: list[Path], overrides: list[str], resume: Path | None =
 
 def _rounds_before(settings: Settings) -> Sequence[Mapping[str, Any]]:
     """The lines of the rounds that a resumed run has behind it; the record loses what came after its checkpoint."""
-    from fedact_flwr.server_app import checkpoint_to_resume
+    from fedact_flwr.server_app import to_resume
 
-    with locked(Path(settings.resume)):
-        lines = checkpoint_to_resume(settings).rounds
-        write_rounds(Path(settings.resume), lines)
+    record = record_to_resume(settings)
+    with locked(record):
+        lines = to_resume(settings)[1].rounds
+        try:
+            write_rounds(record, lines)
+            (record / SUMMARY_FILE).unlink(missing_ok=True)
+        except OSError as error:
+            raise SettingsError(f"resume = {settings.resume!r}: {error}; allowed is a folder to write to") from None
     return lines
 
 
@@ -348,6 +356,8 @@ def _for_this_machine(settings: Settings, engine: Engine, ray: str | None) -> Se
         gpus = GPU_SHARE if device == "cuda" else 0.0
     if engine is Engine.flower and not ray:
         _check_resources(settings.threads, device, gpus)
+    if settings.resume:  # in all else it is what it was
+        return settings.model_copy(update={"client_gpus": gpus})
     # the record repeats the run from wherever it is read
     paths = {key: Path(getattr(settings, key)).expanduser() for key in ("data", "tokenizer", "model")}
     if settings.model in TASKS[settings.task].models:

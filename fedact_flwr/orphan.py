@@ -17,12 +17,13 @@ def end_with_parent() -> None:
     """
     if not sys.argv[0].endswith(FLOWERS) or os.name != "posix":
         return
-    parent, main_thread = os.getppid(), threading.main_thread().ident
+    parent, main_thread, handler = os.getppid(), threading.main_thread().ident, signal.getsignal(signal.SIGINT)
     assert main_thread
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1)
-        signal.pthread_kill(main_thread, signal.SIGINT)
+        if signal.getsignal(signal.SIGINT) is handler:  # else it has been called, and the process is ending
+            signal.pthread_kill(main_thread, signal.SIGINT)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -77,7 +77,7 @@ class RunRecord:
 
     def __init__(self, settings: Settings, task: Task, rounds: Sequence[Mapping[str, Any]] = ()) -> None:
         if settings.resume:
-            self.folder = Path(settings.resume).expanduser().resolve()
+            self.folder = record_to_resume(settings)
         else:
             self.folder = Path(settings.output).expanduser().resolve() / settings.name
             if settings.name == AUTO or not self.folder.exists():
@@ -91,8 +91,7 @@ class RunRecord:
         self.task = task
         self.rounds: list[dict[str, Any]] = [dict(line) for line in rounds]
         self._started = time.monotonic() - (self.rounds[-1]["seconds"] if self.rounds else 0.0)
-        with (self.folder / SETTINGS_FILE).open("wb") as file:
-            tomli_w.dump(dump(settings) | {"resume": ""}, file)
+        _write(self.folder / SETTINGS_FILE, tomli_w.dumps(dump(settings) | {"resume": ""}))
         (self.folder / SUMMARY_FILE).unlink(missing_ok=True)
         write_rounds(self.folder, self.rounds)
         self._lines = self._open.enter_context((self.folder / ROUNDS_FILE).open("a"))
@@ -146,13 +145,44 @@ class RunRecord:
             status, cause = INTERRUPTED, "interrupted"
         else:
             status, cause = FAILED, f"{type(error).__name__}: {error}"
-        write_summary(self.folder, status, cause, results(self.rounds, self.task))
         self._open.close()
+        try:
+            write_summary(self.folder, status, cause, results(self.rounds, self.task))
+        except OSError as full:
+            if error is None:
+                raise
+            log(ERROR, "%s can't be written: %s", SUMMARY_FILE, full)
 
 
 def write_rounds(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """rounds.jsonl, of these lines."""
-    (folder / ROUNDS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _write(folder / ROUNDS_FILE, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _write(path: Path, text: str) -> None:
+    """In whole, or not at all: what was there before stays where the disk is full."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        with unfinished.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def record_to_resume(settings: Settings) -> Path:
+    """The record that ``resume`` names. Raises `SettingsError` where there is none."""
+    try:
+        record = Path(settings.resume).expanduser().resolve()
+        if (record / SETTINGS_FILE).is_file():
+            return record
+        reason = f"{record / SETTINGS_FILE} is not there"
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error)
+    raise SettingsError(f"resume = {settings.resume!r}: {reason}; allowed is the folder of a record")
 
 
 @contextlib.contextmanager
@@ -166,11 +196,14 @@ def locked(folder: Path) -> Iterator[None]:
         return
     import fcntl
 
-    with (folder / LOCK_FILE).open("w") as file:
+    with contextlib.ExitStack() as opened:
         try:
+            file = opened.enter_context((folder / LOCK_FILE).open("w"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SettingsError(f"resume = {str(folder)!r}: that run goes on; allowed is one that has ended") from None
+        except OSError as error:
+            raise SettingsError(f"output = {str(folder)!r}: {error}; allowed is a folder to write to") from None
         yield
 
 
@@ -194,10 +227,13 @@ def write_summary(folder: Path, status: str, cause: str | None, results: Mapping
         **results,
         "versions": {"fedact-flwr": package_version("fedact-flwr"), **versions()},
     }
-    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+    _write(folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """summary.json of a record, or None where the run has not ended (or ended without a word)."""
-    path = folder / SUMMARY_FILE
-    return json.loads(path.read_text()) if path.exists() else None
+    try:
+        summary: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return summary

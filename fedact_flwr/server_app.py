@@ -1,9 +1,11 @@
 """The ServerApp: one run from its settings to its record."""
 
 import secrets
+import sys
 from importlib.util import find_spec
 from logging import INFO, WARNING
 from pathlib import Path
+from typing import Any
 
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.common import log
@@ -18,8 +20,18 @@ from clients.methods import CLIENT_METHODS
 from fedact_flwr.budget import with_budget
 from fedact_flwr.checkpoint import MAY_CHANGE, Checkpoint, Checkpoints
 from fedact_flwr.orphan import end_with_parent
-from fedact_flwr.record import SETTINGS_FILE, RunRecord
-from fedact_flwr.settings import Settings, SettingsError, check_own_settings, check_task, dump, parse, read_file
+from fedact_flwr.record import SETTINGS_FILE, RunRecord, record_to_resume
+from fedact_flwr.settings import (
+    AUTO,
+    Settings,
+    SettingsError,
+    check_own_settings,
+    check_task,
+    dump,
+    parse,
+    read_defaults,
+    read_file,
+)
 from strategies import STRATEGIES, RunFailed, wire
 from strategies.seeds import derive_seed
 from tasks import TASKS
@@ -41,6 +53,9 @@ def run(settings: Settings, grid: Grid) -> None:
     Raises `SettingsError` before anything starts, `strategies.RunFailed` where the run can't go on.
     """
     check(settings)
+    resumed = None
+    if settings.resume:
+        settings, resumed = to_resume(settings)
     settings, budget = with_budget(settings)
     if budget:
         log(INFO, budget)
@@ -48,7 +63,6 @@ def run(settings: Settings, grid: Grid) -> None:
     device = prepare_device(settings.device, settings.threads)
     if note := CLIENT_METHODS[settings.method].note(settings):
         log(WARNING, note)
-    resumed = checkpoint_to_resume(settings) if settings.resume else None
     with RunRecord(settings, task, resumed.rounds if resumed else ()) as record:
         log(INFO, "record: %s", record.folder)
         if settings.split != "nodes":
@@ -73,10 +87,9 @@ def run(settings: Settings, grid: Grid) -> None:
             log(INFO, "resumed after round %s of %s", resumed.round, settings.rounds)
             checkpoints.remove_after(resumed.round)
             strategy.load_state_dict(resumed.state)
-            kept = Path(strategy.state_folder).name
-            if (record.folder / kept).is_dir():  # also in a record that was copied or renamed
-                strategy.state_folder = f"{record.folder.name}/{kept}"
+            strategy.state_folder = _clients_folder(record.folder, strategy.state_folder, settings)
             strategy.pinned = checkpoints.pinned()
+            resumed = None  # what was read is the strategy's by now
 
         def end_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             """The strategy calls this before the first round, as round 0, and after each."""
@@ -103,35 +116,54 @@ def run(settings: Settings, grid: Grid) -> None:
             raise
         finally:
             checkpoints.close()
-            if strategy.model:  # of a run that was cut short, the model of its last good round
+            ending = isinstance(sys.exception(), SystemExit)  # Flower kills this process soon; a checkpoint has it all
+            if strategy.model and not (ending and settings.checkpoint_every):
+                # of a run that was cut short, the model of its last good round
                 load_state(model, strategy.model)
                 record.write_model(model)
 
 
-def checkpoint_to_resume(settings: Settings) -> Checkpoint:
-    """The newest good checkpoint of the record that ``resume`` names.
+def to_resume(settings: Settings) -> tuple[Settings, Checkpoint]:
+    """The settings of the run that ``resume`` names, with what has changed and may, and its newest good checkpoint.
 
     Raises `SettingsError` where there is none, or where settings have changed that may not.
     """
-    record = Path(settings.resume).expanduser().resolve()
-    if not (record / SETTINGS_FILE).is_file():
-        raise SettingsError(f"resume = {settings.resume!r}: {record / SETTINGS_FILE} is not there; allowed is a record")
-    before = parse(read_file(record / SETTINGS_FILE))
+    record = record_to_resume(settings)
+    before = parse(read_defaults() | read_file(record / SETTINGS_FILE))
     old, new = dump(before), dump(settings)
     for key in old:
-        if old[key] != new[key] and key not in MAY_CHANGE:
+        if key not in MAY_CHANGE and _here(key, old[key]) != _here(key, new[key]):
             raise SettingsError(
                 f"{key} = {new[key]!r}: the run that is to be resumed has {old[key]!r}, which is what is allowed; "
                 f"what may change is {', '.join(MAY_CHANGE)}"
             )
-    checkpoint = Checkpoints(record, before, TASKS[settings.task].configured(settings)).newest()
-    if checkpoint is None:
-        raise SettingsError(f"resume = {settings.resume!r}: it has no checkpoint that can be used; the log says why")
     if settings.rounds < before.rounds:
         raise SettingsError(
             f"rounds = {settings.rounds}: the run that is to be resumed has {before.rounds}; allowed is at least that"
         )
-    return checkpoint
+    checkpoint = Checkpoints(record, before, TASKS[settings.task].configured(settings)).newest()
+    if checkpoint is None:
+        raise SettingsError(f"resume = {settings.resume!r}: it has no checkpoint that can be used; the log says why")
+    _clients_folder(record, checkpoint.state["state_folder"], settings)
+    changes = {key: getattr(settings, key) for key in MAY_CHANGE}
+    return before.model_copy(update=changes | {"resume": str(record)}), checkpoint
+
+
+def _here(key: str, value: Any) -> Any:
+    """What "auto" stands for on this machine, where a device is meant."""
+    return prepare_device(value, 1).type if key == "device" and value == AUTO else value
+
+
+def _clients_folder(record: Path, folder: str, settings: Settings) -> str:
+    """Where clients find what they keep: in the record, if it lies there, which may have been moved since."""
+    kept = Path(folder).name
+    if not (record / kept).is_dir():
+        return folder  # on the nodes
+    if Path(settings.output).expanduser().resolve() != record.parent:
+        raise SettingsError(
+            f"output = {settings.output!r}: clients keep their state in the record; allowed is {str(record.parent)!r}"
+        )
+    return f"{record.name}/{kept}"
 
 
 def check(settings: Settings) -> None:

@@ -157,7 +157,11 @@ class FederatedStrategy(Strategy):
         self.steps_done = 0.0
         self.folded: dict[int, int] = {}
         self.pinned: Sequence[Mapping[int, int]] = ()
-        self._gate = NormGate(settings.norm_gate, settings.norm_gate_factor) if settings.norm_gate != "off" else None
+        self._gate = (
+            NormGate(settings.norm_gate, settings.norm_gate_factor, self.unweighted)
+            if settings.norm_gate != "off"
+            else None
+        )
         self.failed_in_a_row = 0
         self.round_metrics: dict[str, float] = {}
         self._hosts = Hosts(settings.clients, settings.node_timeout)
@@ -229,6 +233,7 @@ class FederatedStrategy(Strategy):
         """
         config, result = ConfigRecord(), Result()
         result.arrays = arrays = self._sent[wire.MODEL] if self.rounds_done else initial_arrays
+        del initial_arrays  # x^0 is nobody's any more after the first round
         self.summary()
 
         def evaluate(server_round: int) -> None:
@@ -292,6 +297,7 @@ class FederatedStrategy(Strategy):
         self.round_metrics = _weighted_metrics([reply.metrics for reply in good], weights) | self.round_metrics
         if diagnosis:
             self.round_metrics |= diagnosis.metrics()
+            diagnosis = None
         before = self.model, dict(self.state)
         self.fold(
             {record: mean.result() for record, mean in means.items()},
@@ -312,11 +318,11 @@ class FederatedStrategy(Strategy):
             return RunningMean()
         if self.settings.aggregation == "median":
             return TrimmedMean(lambda n: (n - 1) // 2)
-        return TrimmedMean(lambda n: math.floor(Fraction(repr(self.settings.trim)) * n))
+        return TrimmedMean(lambda n: min(math.ceil(Fraction(repr(self.settings.trim)) * n), (n - 1) // 2))
 
     def _pass_gate(self, gate: NormGate, replies: Sequence[Reply]) -> Iterator[Reply]:
-        for reply, reason in gate.judge(replies):
-            if reason and gate.mode == "reject":
+        for reply, reason, refused in gate.judge(replies):
+            if refused:
                 self._fail(reply.partition, f"reply refused: {reason}")
                 continue
             if reason:

@@ -20,18 +20,21 @@ class NormGate:
     The median runs over this round's replies and the last `WINDOW` before them, those that were refused included: where
     all clients' norms grow, it follows. Fewer than half of the clients can't move it far.
 
+    Records named in ``whole`` are refused and never clipped: clients keep what they sent of them, and both sides must
+    agree.
+
     Attributes
     ----------
     norms : dict of str to list of float
         The norms of the past, by record.
     """
 
-    def __init__(self, mode: Literal["reject", "clip"], factor: float) -> None:
-        self.mode, self.factor = mode, factor
+    def __init__(self, mode: Literal["reject", "clip"], factor: float, whole: Sequence[str] = ()) -> None:
+        self.mode, self.factor, self.whole = mode, factor, whole
         self.norms: dict[str, list[float]] = {}
 
-    def judge(self, replies: Sequence[Reply]) -> list[tuple[Reply, str | None]]:
-        """Each reply, shortened where need be, with what is wrong with it, if anything is."""
+    def judge(self, replies: Sequence[Reply]) -> list[tuple[Reply, str | None, bool]]:
+        """Each reply, shortened where need be, what is wrong with it, if anything is, and whether it is refused."""
         norms = [{record: _norm(vectors) for record, vectors in reply.vectors.items()} for reply in replies]
         known = {
             record: self.norms.get(record, []) + [of[record] for of in norms] for record in (norms[0] if norms else ())
@@ -40,17 +43,19 @@ class NormGate:
         self.norms = {record: values[-WINDOW:] for record, values in known.items()}
         return [self._judge(reply, of, limits) for reply, of in zip(replies, norms, strict=True)]
 
-    def _judge(self, reply: Reply, norms: Mapping[str, float], limits: Mapping[str, float]) -> tuple[Reply, str | None]:
+    def _judge(
+        self, reply: Reply, norms: Mapping[str, float], limits: Mapping[str, float]
+    ) -> tuple[Reply, str | None, bool]:
         too_long = [record for record, norm in norms.items() if 0 < limits[record] < norm]
         if not too_long:
-            return reply, None
+            return reply, None, False
         reason = ", ".join(
             f"the norm of {record} is {norms[record]:.3g}, above {limits[record]:.3g}" for record in too_long
         )
-        if self.mode == "reject":
-            return reply, reason
+        if self.mode == "reject" or set(too_long) & set(self.whole):
+            return reply, reason, True
         shortened = {record: _scaled(reply.vectors[record], limits[record] / norms[record]) for record in too_long}
-        return replace(reply, vectors={**reply.vectors, **shortened}), reason
+        return replace(reply, vectors={**reply.vectors, **shortened}), reason, False
 
 
 def _norm(vectors: Vectors) -> float:

@@ -16,7 +16,8 @@ class Scaffold(FederatedStrategy):
                 c   <- c + sum_i (change of c_i) / N
 
     c and all c_i are 0 at first, so c stays the mean of the c_i over all N clients, whatever the weights of replies
-    and whoever was sampled. c_i stays on its client.
+    and whoever was sampled; not so with a robust aggregation, which leaves part of the changes out. c_i stays on its
+    client.
     """
 
     source = "Karimireddy et al. 2020, arXiv:1910.06378"

@@ -121,6 +121,17 @@ def test_a_bad_one_is_refused_and_the_one_before_is_used(
     assert "round-2 is not used" in caplog.text
 
 
+def test_no_round_follows_the_last_checkpoint(make_settings: MakeSettings, tmp_path: Path) -> None:
+    """A signal's handler writes it while another thread goes on: its clients would forget what the checkpoint needs."""
+    settings = make_settings(checkpoint_every=10)
+    checkpoints = Checkpoints(tmp_path, settings, TASKS["digits"])
+    checkpoints.after_round(checkpoint_of(settings, 3))
+    checkpoints.close()
+    with pytest.raises(SystemExit):
+        checkpoints.after_round(checkpoint_of(settings, 4))
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["round-3"]
+
+
 def test_one_of_another_run_is_foreign(make_settings: MakeSettings, tmp_path: Path) -> None:
     write(tmp_path / "round-2", checkpoint_of(make_settings(seed=7)))
     with pytest.raises(BadCheckpoint, match="other settings"):
@@ -297,6 +308,33 @@ def test_what_may_change_may(ended: Path) -> None:
     assert list((ended / "tensorboard").glob("events.*"))
 
 
+def test_a_run_of_another_command_goes_on_and_keeps_its_settings(tmp_path: Path, make_settings: MakeSettings) -> None:
+    """`flwr run` leaves "auto" and relative paths as they are; `fedact run` does not."""
+    settings = make_settings(rounds=2, clients=2, clients_per_round=2, local_steps=1, device="auto", name="run")
+    run_inprocess(server_app, client_app, 2, dump(settings))
+    record = Path(settings.output) / "run"
+    assert run("--resume", str(record)).exit_code == 0
+    assert 'device = "auto"' in (record / "settings.toml").read_text()
+    own = ["clients=2", "clients_per_round=2", "local_steps=1", "device=cpu", "rounds=3"]
+    result = run(*sets(*own, f"resume={record}", f"output={record.parent}", "name=run"))
+    assert result.exit_code == 0, result.output
+    assert 'device = "auto"' in (record / "settings.toml").read_text()
+    assert "rounds = 3" in (record / "settings.toml").read_text()
+
+
+def test_what_was_in_the_record_stays_where_the_disk_is_full(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    files = [ended / name for name in ("settings.toml", "rounds.jsonl", "summary.json")]
+    before = [path.read_bytes() for path in files]
+    monkeypatch.setattr("fedact_flwr.record.os.fsync", full)
+    result = run("--resume", str(ended), *sets("rounds=4"))
+    assert result.exit_code == 2
+    assert "No space left on device" in result.output
+    assert [path.read_bytes() for path in files] == before
+
+
 def test_a_run_that_has_ended_ends_at_once_with_the_same_model(ended: Path) -> None:
     before = model(ended)
     result = run("--resume", str(ended))
@@ -314,6 +352,10 @@ def test_what_can_not_be_resumed(ended: Path, tmp_path: Path) -> None:
         result = run("--resume", place)
         assert result.exit_code == 2
         assert message in result.output
+    for place in (str(tmp_path / "nowhere"), "~nobody-of-that-name/x"):
+        result = run(*sets(f"resume={place}"))
+        assert result.exit_code == 2
+        assert f"error: resume = '{place}': " in result.output
     shutil.rmtree(ended / "checkpoints")
     result = run("--resume", str(ended))
     assert result.exit_code == 2

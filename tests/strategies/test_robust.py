@@ -44,6 +44,15 @@ def test_trimmed_mean_by_hand() -> None:
     assert mean_of(TrimmedMean(lambda n: 0), [1, 2]) == 1.5
 
 
+def test_a_share_that_is_cut_cuts_at_least_one_and_leaves_one(make_settings: MakeSettings) -> None:
+    for trim, n, cut in ((0.1, 9, 1), (0.1, 10, 1), (0.1, 11, 2), (0.4, 3, 1), (0.4, 2, 0), (0.0, 9, 0)):
+        mean = FedACT(make_settings(aggregation="trimmed_mean", trim=trim))._make_mean()
+        values = [[1000.0 * i] for i in range(n)]
+        assert mean_of(mean, values) == [pytest.approx(500 * (n - 1))]
+        assert isinstance(mean, TrimmedMean)
+        assert mean._cut(n) == cut
+
+
 def test_counters_are_those_of_the_first() -> None:
     for mean in (RunningMean(), TrimmedMean(lambda n: 0)):
         for count in (4, 9):
@@ -75,17 +84,23 @@ def replies(*lengths: float, v: float = 3) -> list[Reply]:
 
 def test_what_is_much_longer_than_the_median_is_refused_or_shortened() -> None:
     judged = NormGate("reject", 3).judge(replies(5, 5, 50, 4))
-    assert [reason is None for _, reason in judged] == [True, True, False, True]
+    assert [reason is None for _, reason, _ in judged] == [True, True, False, True]
     assert judged[2][1] == "the norm of delta is 50, above 15"
-    clipped, reason = NormGate("clip", 3).judge(replies(5, 5, 50, 4))[2]
-    assert reason == judged[2][1]
+    clipped, reason, refused = NormGate("clip", 3).judge(replies(5, 5, 50, 4))[2]
+    assert (reason, refused) == (judged[2][1], False)
     np.testing.assert_allclose(clipped.delta["w"], [9, 12, 0], rtol=1e-6)  # [30, 40, 0] at the norm 15
     assert clipped.vectors[wire.SECOND_MOMENT]["w"].tolist() == V.tolist()
 
 
 def test_second_moments_have_a_limit_of_their_own() -> None:
     judged = NormGate("reject", 3).judge([*replies(5, 5, 5), *replies(5, v=10)])
-    assert [reason for _, reason in judged] == [None, None, None, "the norm of second_moment is 10, above 9"]
+    assert [reason for _, reason, _ in judged] == [None, None, None, "the norm of second_moment is 10, above 9"]
+
+
+def test_what_clients_keep_too_is_refused_and_never_clipped() -> None:
+    judged = NormGate("clip", 3, whole=[wire.SECOND_MOMENT]).judge([*replies(5, 5, 50), *replies(5, v=10)])
+    assert [refused for _, _, refused in judged] == [False, False, False, True]
+    assert judged[3][0].vectors[wire.SECOND_MOMENT]["w"].tolist() == pytest.approx((10 / 3 * V).tolist())
 
 
 def test_the_median_runs_over_rounds() -> None:
@@ -101,7 +116,7 @@ def test_the_median_runs_over_rounds() -> None:
 
 
 def test_where_all_are_zero_nothing_is_too_long() -> None:
-    assert [reason for _, reason in NormGate("reject", 3).judge(replies(0, 0, 0, 1))] == [None] * 4
+    assert [reason for _, reason, _ in NormGate("reject", 3).judge(replies(0, 0, 0, 1))] == [None] * 4
 
 
 # ---- in a round

@@ -13,11 +13,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.clientapp import ClientApp
 from flwr.common.constant import SType
 
+from clients.diagnostics import DirectionConsistency
 from fedact_flwr.inprocess import InProcessGrid
 from fedact_flwr.settings import Settings
 from strategies import STRATEGIES, FedACT, FedAdam, FedAvg, FederatedStrategy, RunFailed, wire
 from strategies.aggregation import linear_combination
-from strategies.exchange import exchange
 from strategies.hosts import Hosts
 from strategies.reply import last_line
 from strategies.versions import versions
@@ -656,30 +656,45 @@ def test_a_good_round_forgives_failed_ones(two_clients: MakeSettings) -> None:
 
 
 def test_memory_does_not_grow_with_the_replies(make_settings: MakeSettings) -> None:
-    """The second round holds x, Delta_G, v_bar, the sums, and one reply, or while it folds what takes their place."""
+    """Rounds hold x, Delta_G, v_bar, two sums, two more for diagnostics, and one reply; a resumed run no more."""
     vectors = wire.to_record({f"w{i}": np.ones(2**14, np.float32) for i in range(16)})
 
     def respond(partition: int) -> RecordDict:
         copies = {record: wire.to_record(wire.from_record(vectors)) for record in (wire.DELTA, wire.SECOND_MOMENT)}
         return RecordDict({**reply_of(partition, ()), **copies})
 
-    peaks = []
-    for clients in (2, 8):
-        strategy = FedACT(make_settings(clients=clients, clients_per_round=clients))
+    def peak(clients: int, diagnose: Any = None, resumed: bool = False) -> float:
+        settings = make_settings(clients=clients, clients_per_round=clients, rounds=3)
+        strategy = FedACT(settings, diagnose=diagnose)
         grid, seen = grid_of(respond, 1, clients)
-        tracemalloc.start()
-        arrays = wire.to_record(wire.from_record(vectors))
-        for server_round in (1, 2):
-            tracemalloc.reset_peak()
-            messages = list(strategy.configure_train(server_round, arrays, ConfigRecord(), grid))
-            arrays, _ = strategy._fold_round(server_round, exchange(grid, messages, 60))
-            del messages
+
+        def end_round(server_round: int, arrays: ArrayRecord) -> None:
             seen.clear()
-        peaks.append(tracemalloc.get_traced_memory()[1] / 2**20)
-        tracemalloc.stop()
-        assert strategy.round_metrics["replies"] == clients
-    assert peaks[1] == pytest.approx(peaks[0], abs=0.1)
-    assert peaks[1] < 3 + 2 + 2 + 0.5
+            if server_round == 2:
+                tracemalloc.reset_peak()
+
+        def copy() -> ArrayRecord:
+            return wire.to_record(wire.from_record(vectors))
+
+        tracemalloc.start()
+        try:
+            if resumed:
+                state = strategy.state_dict() | {"rounds_done": 2, "model": wire.from_record(copy())}
+                state["state"] = {record: wire.from_record(copy()) for record in FedACT.broadcast}
+                strategy.load_state_dict(state)
+                state.clear()
+                tracemalloc.reset_peak()
+            strategy.start(grid, copy(), num_rounds=3, evaluate_fn=end_round)
+            assert strategy.round_metrics["replies"] == clients
+            return tracemalloc.get_traced_memory()[1] / 2**20
+        finally:
+            tracemalloc.stop()
+
+    few, many = peak(2), peak(8)
+    assert many == pytest.approx(few, abs=0.1)
+    assert many < 3 + 2 + 2 + 0.5
+    assert peak(8, DirectionConsistency) < 3 + 2 + 2 + 2 + 0.5
+    assert peak(8, resumed=True) < 3 + 2 + 2 + 0.5
 
 
 # ---- arithmetic
