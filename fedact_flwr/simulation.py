@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -115,8 +116,10 @@ def _let_finish(superlink: subprocess.Popen[bytes]) -> None:
         family = psutil.Process(superlink.pid).children(recursive=True)
         running = [p for p in family if any(SERVER_PROCESS in part for part in p.cmdline())]
         for process in running:
-            process.terminate()
-        psutil.wait_procs(running, FINISH_TIMEOUT)
+            process.send_signal(signal.SIGINT)  # Ray has taken SIGTERM from Flower
+        deadline = time.monotonic() + FINISH_TIMEOUT
+        while time.monotonic() < deadline and any(p.status() != psutil.STATUS_ZOMBIE for p in running):
+            time.sleep(0.1)  # Flower does not ask how its processes ended, so they stay as zombies
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -149,7 +149,9 @@ def test_a_signal_ends_all_that_was_started_and_the_run_can_go_on(
     assert f"error: interrupted after {summary['rounds']} of 60 rounds" in error
     assert not processes_of(tmp_path)
     if rounds_first:
-        assert [path.name for path in (record / "checkpoints").iterdir()] == [f"round-{summary['rounds']}"]
+        (checkpoint,) = (record / "checkpoints").iterdir()
+        # a round may have ended beside the signal's handler
+        assert checkpoint.name in (f"round-{summary['rounds']}", f"round-{summary['rounds'] - 1}")
         assert f"fedact run --resume {record} goes on" in error
         inprocess = ["run", "--engine", "inprocess"]
         assert CliRunner().invoke(cli, [*inprocess, "--resume", str(record)]).exit_code == 0
