@@ -8,7 +8,7 @@ run: $(INSTALLED)
 	.venv/bin/fedact run
 
 test: $(INSTALLED)
-	.venv/bin/pytest -n 2 --dist loadfile
+	.venv/bin/pytest -n 4 --maxschedchunk 1
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check .

@@ -3,12 +3,15 @@
 import time
 import warnings
 from collections.abc import Mapping
+from functools import cache
+from logging import INFO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.client import NumPyClient
+from flwr.common import log
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -122,6 +125,8 @@ class FedClient(NumPyClient):
             wire.NUM_STEPS: steps,
             wire.TRAIN_LOSS: loss,
         }
+        if isinstance(optimizer, ActAdamW):
+            _say_once(f"ACT-AdamW's step: {optimizer.path}")
         if isinstance(optimizer, ActAdamW) and optimizer.scores is not None:
             metrics["positive_score_ratio"] = positive_score_ratio(optimizer.scores)
             metrics["top_score_mass"] = top_score_mass(optimizer.scores, settings.top_p)
@@ -154,6 +159,12 @@ class FedClient(NumPyClient):
         n = num_examples(self.held_out)
         bookkeeping = {wire.PARTITION: config[wire.PARTITION], wire.NUM_EXAMPLES: n}
         return metrics["loss"], n, metrics | bookkeeping
+
+
+@cache
+def _say_once(text: str) -> None:
+    """Once in a process."""
+    log(INFO, text)
 
 
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

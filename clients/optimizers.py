@@ -177,7 +177,8 @@ class ActAdamW(Optimizer):
         self.steps_done = steps_done
         self.keep_scores_at: int | None = None
         self.scores: Tensor | None = None
-        self.compiled = True
+        self.compiled = True  # where it can be; the bits are the same
+        self.path = ""  # which way the last step went: "C++" or "PyTorch"
         self._scores: Tensor | None = None  # the kernel's vector, kept from step to step
         _check(0 <= tau <= 1, "tau", tau, "[0, 1]")
         _check(self.alpha >= 0, "alpha", self.alpha, "0 or more")
@@ -235,6 +236,7 @@ class ActAdamW(Optimizer):
             self.state[p]["step"] += 1
         step = max((self.state[p]["step"] for p, _, _ in active), default=0)
         kernel = cpu_kernel() if self.compiled and _fits_kernel(active, self.state) else None
+        self.path = "C++" if kernel else "PyTorch"
         scores = self._compiled_step(kernel, active) if kernel else self._plain_step(active)
         self.scores = scores if active and step == self.keep_scores_at else None
         return loss

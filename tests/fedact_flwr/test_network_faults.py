@@ -45,7 +45,7 @@ def test_a_client_that_is_killed_and_one_that_is_late(network: Any, make_setting
         network.wait_for(look)
         return found[0]
 
-    settings = make_settings(**small, name="network", round_timeout=45.0)
+    settings = make_settings(**small, name="network", round_timeout=60.0)
     with network.superlink(), network.supernode(0) as first, network.supernode(1) as second, network.submit(settings):
         late = client_in_round(2, second)
         client_in_round(2, first).kill()
