@@ -135,7 +135,7 @@ class ActAdamW(Optimizer):
         Whether a coordinate is scored with the corrected direction u (FedACT) or with its local part
         m_hat / (sqrt(v_hat) + eps) (FedACT-Local). The step uses the corrected direction in both.
     correction, second_moment : sequence of Tensor, optional
-        Delta_G and v_bar, one tensor per trainable parameter, in order; zeros if None. They are copied.
+        Delta_G and v_bar, one tensor per trainable parameter, in order; zeros if None. The second is copied.
     steps_done : float
         (r - 1) K, the steps behind ``second_moment``; not a whole number where clients did different numbers.
 
@@ -201,19 +201,22 @@ class ActAdamW(Optimizer):
                 warnings.warn(note, StabilityWarning, stacklevel=2)
 
         self._trainable = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        corrections = self._fit("correction", correction)
+        corrections = self._fit("correction", correction, copy=False)  # which is only read
         second_moments = self._fit("second_moment", second_moment)
         for p, delta, v in zip(self._trainable, corrections, second_moments, strict=True):
             self.state[p] = {"step": 0, "m": torch.zeros_like(p), "v": v, "correction": delta}
 
-    def _fit(self, name: str, given: Sequence[Tensor] | None) -> list[Tensor]:
-        """Fresh tensors like the trainable parameters, from ``given`` or zero."""
+    def _fit(self, name: str, given: Sequence[Tensor] | None, copy: bool = True) -> list[Tensor]:
+        """Tensors like the trainable parameters, from ``given`` or zero."""
         if given is None:
             return [torch.zeros_like(p) for p in self._trainable]
         shapes = [tuple(p.shape) for p in self._trainable]
         if [tuple(t.shape) for t in given] != shapes:
             raise ValueError(f"{name}: shapes {[tuple(t.shape) for t in given]}, the parameters have {shapes}")
-        return [torch.empty_like(p).copy_(t) for p, t in zip(self._trainable, given, strict=True)]
+        fitting = [t.to(p.device, p.dtype) for p, t in zip(self._trainable, given, strict=True)]
+        return (
+            [torch.empty_like(p).copy_(t) for p, t in zip(self._trainable, fitting, strict=True)] if copy else fitting
+        )
 
     def second_moments(self) -> list[Tensor]:
         """The raw v, not bias-corrected: one tensor per trainable parameter, in order. Not copied."""

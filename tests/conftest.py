@@ -13,17 +13,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
 
 
-WAITING = (
-    "test_network_faults",
-    "test_supernodes",
-    "test_deploy",
-    "test_simulation",
-)
+# Tests that wait for processes, for minutes: two at a time, one of each group, and what computes beside them.
+WAITING = {"test_simulation": "a", "test_deploy": "a", "test_network_faults": "b", "test_supernodes": "b"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits for processes, for minutes, comes first, so that the other workers have something to do beside it."""
-    items.sort(key=lambda item: item.path.stem not in WAITING)
+    items.sort(key=lambda item: item.path.stem not in WAITING)  # they come first
+    for item in items:
+        if group := WAITING.get(item.path.stem):
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from clients import cpu_kernel as module
 from clients import optimizers
-from clients.cpu_kernel import SOURCE, cpu_kernel
+from clients.cpu_kernel import SOURCE, CpuKernel, cpu_kernel
 from clients.optimizers import ActAdamW, trust_modulation
 
 needs_compiler = pytest.mark.skipif(cpu_kernel() is None, reason="no C++ compiler")
@@ -167,9 +167,10 @@ def test_it_is_compiled_once_for_all_processes(tmp_path: Path, monkeypatch: pyte
     (library,) = (tmp_path / "fedact").iterdir()
     assert cpu_kernel.__wrapped__() is not None
     assert [command == "--version" for command in runs] == [True, False, True]
-    library.unlink()  # this process has it mapped
-    library.write_bytes(b"not a library")
-    assert cpu_kernel.__wrapped__() is None
+    assert library.suffix == ".so"
+    (tmp_path / "other.so").write_bytes(b"not a library")
+    with pytest.raises(OSError, match=r"other\.so"):
+        CpuKernel(tmp_path / "other.so")
 
 
 @needs_compiler
