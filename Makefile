@@ -8,7 +8,7 @@ run: $(INSTALLED)
 	.venv/bin/fedact run
 
 test: $(INSTALLED)
-	.venv/bin/pytest -n 3
+	.venv/bin/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check .

@@ -1,4 +1,4 @@
-"""Processes that are killed, or late, in a network."""
+"""Processes that are killed, late, or started anew, in a network."""
 
 import contextlib
 import json
@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import psutil
 from flwr.app import Error, Message
 
@@ -13,6 +14,9 @@ from fedact_flwr import server_app
 from fedact_flwr.client_app import app as client_app
 from fedact_flwr.inprocess import InProcessGrid
 from fedact_flwr.settings import Settings, dump
+from strategies.seeds import derive_seed
+
+SEED = 16  # samples partitions 0, 1, 0
 
 
 def test_a_client_that_is_killed_and_one_that_is_late(network: Any, make_settings: Callable[..., Settings]) -> None:
@@ -92,6 +96,33 @@ def test_a_superlink_that_is_killed_loses_no_run(network: Any, make_settings: Ca
     with network.superlink(), network.supernode(0), network.supernode(1), network.submit(settings) as run:
         network.wait_for(lambda: run.poll() is not None)
     assert run.returncode == 0, network.log.read_text()[-3000:]
+    own = make_settings(**small, output=str(network.folder), name="inprocess")
+    server_app.run(own, InProcessGrid(client_app, 2, dump(own)))
+    a, b = ((network.folder / name / "model.safetensors").read_bytes() for name in ("network", "inprocess"))
+    assert a == b
+
+
+def test_what_a_client_keeps_survives_a_restarted_supernode(
+    network: Any, make_settings: Callable[..., Settings]
+) -> None:
+    """Node 0 trains in rounds 1 and 3, and is killed and started anew in between: the same bits as in process."""
+    sampled = [np.random.default_rng(derive_seed(SEED, r, "train", "sample")).choice(2, 1)[0] for r in (1, 2, 3)]
+    assert sampled == [0, 1, 0]
+    small = {"method": "scaffold", "seed": SEED, "clients": 2, "clients_per_round": 1, "rounds": 3, "local_steps": 3}
+    rounds = network.folder / "network" / "rounds.jsonl"
+    with (
+        network.superlink(), network.supernode(1),
+        network.submit(make_settings(**small, output=str(network.folder), name="network")) as run,
+    ):  # fmt: skip
+        with network.supernode(0):
+            network.wait_for(lambda: rounds.exists() and rounds.read_text().count("\n") >= 2)
+        with network.supernode(0):
+            network.wait_for(lambda: run.poll() is not None)
+
+    log = network.log.read_text()[-3000:]
+    assert run.returncode == 0, log
+    assert [p.name for p in (network.folder / "node0").rglob("round-*")] != []
+    assert [json.loads(line).get("failures") for line in rounds.read_text().splitlines()] == [None, 0, 0, 0], log
     own = make_settings(**small, output=str(network.folder), name="inprocess")
     server_app.run(own, InProcessGrid(client_app, 2, dump(own)))
     a, b = ((network.folder / name / "model.safetensors").read_bytes() for name in ("network", "inprocess"))

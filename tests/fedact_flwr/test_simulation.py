@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -48,16 +49,36 @@ def environment(folder: Path) -> dict[str, str]:
     return os.environ | {"COLUMNS": "200", "FEDACT_TEST": str(folder)}
 
 
-def test_a_run_leaves_a_record_and_nothing_else(tmp_path: Path) -> None:
+def test_the_same_bits_from_every_engine(tmp_path: Path, network: Any, make_settings: Callable[..., Settings]) -> None:
+    """In this process, in Flower's simulation, which leaves nothing behind, and by a SuperLink and two SuperNodes."""
+    small = {"clients": 2, "clients_per_round": 2, "rounds": 2, "local_steps": 3, "output": str(tmp_path)}
+    run_inprocess(server_app, client_app, 2, dump(make_settings(**small, name="inprocess")))
+
+    own = sets(*(f"{key}={value}" for key, value in small.items()), "name=simulation", "device=cpu")
     result = subprocess.run(
-        [*FEDACT, *sets(*SMALL, f"output={tmp_path}", "name=flower")],
-        capture_output=True, text=True, env=environment(tmp_path), timeout=180, cwd=tmp_path,
-    )  # fmt: skip
+        [*FEDACT, *own], capture_output=True, text=True, env=environment(tmp_path), timeout=180, cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     assert "round 2/2  accuracy" in result.stdout
-    assert f"record: {tmp_path / 'flower'}" in result.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["flower"]
+    assert f"record: {tmp_path / 'simulation'}" in result.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"inprocess", "simulation", "config.toml"}
     assert not processes_of(tmp_path)
+
+    with (
+        network.superlink(), network.supernode(0), network.supernode(1),
+        network.submit(make_settings(**small, name="network")) as run,
+    ):  # fmt: skip
+        network.wait_for(lambda: run.poll() is not None)
+    assert run.returncode == 0, network.log.read_text()[-3000:]
+
+    records = [tmp_path / engine for engine in ("inprocess", "simulation", "network")]
+    models = [(record / "model.safetensors").read_bytes() for record in records]
+    assert models[0] == models[1] == models[2]
+    rounds = [[json.loads(line) for line in (r / "rounds.jsonl").read_text().splitlines()] for r in records]
+    for line in (line for run_lines in rounds for line in run_lines):
+        line["seconds"] = line["client_seconds"] = 0
+    assert rounds[0] == rounds[1] == rounds[2]
+    assert [line["failures"] for line in rounds[0][1:]] == [0, 0]
 
 
 def test_on_a_ray_cluster_of_two_nodes(tmp_path: Path, make_settings: Callable[..., Settings]) -> None:

@@ -1,4 +1,4 @@
-"""`fedact submit` where no run starts; test_supernodes.py has one that ends well, test_compose.py one that fails."""
+"""`fedact submit` where no run starts; test_simulation.py has one that ends well, test_compose.py one that fails."""
 
 import os
 import subprocess
