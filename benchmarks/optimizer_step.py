@@ -89,19 +89,19 @@ def synchronize(device: str) -> None:
 
 
 def peak_of(optimizer: Optimizer, device: str) -> float:
-    """The most bytes that a step takes beside what is there before it, but for the scores that ACT-AdamW keeps."""
-    if isinstance(optimizer, ActAdamW):
-        optimizer._scores = None
+    """The most bytes that a step takes beside what is there before it, and the vector that ACT-AdamW keeps."""
+    kept = getattr(optimizer, "_scores", None)
+    kept = 0 if kept is None else kept.nbytes
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         optimizer.step()
-        return torch.cuda.max_memory_allocated() - before
+        return kept + torch.cuda.max_memory_allocated() - before
     status = Path("/proc/self/status")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = kilobytes(status, "VmRSS")
     optimizer.step()
-    return 1024 * (kilobytes(status, "VmHWM") - before)
+    return kept + 1024 * (kilobytes(status, "VmHWM") - before)
 
 
 def kilobytes(status: Path, key: str) -> int:

@@ -144,11 +144,14 @@ def test_the_page(federation: Federation) -> None:
     f.start([*run, "--set", "name=second", "--set", "rounds=100"], PROJECT)
     f.wait_for(lambda: any(r["status"] == "running" for r in f.listed("list")))
     (run_id,) = (str(r["run-id"]) for r in f.listed("list") if r["status"] == "running")
-    f.wait_for((f.link / "runs" / "second" / "rounds.jsonl").exists)
+    second = f.link / "runs" / "second"
+    f.wait_for(lambda: (second / "rounds.jsonl").exists() and (second / "rounds.jsonl").read_text().count("\n") > 1)
     assert run_id in f.run(f.take("flwr list"))
     assert "record: " in f.run(f.take("flwr log", RUN_ID=run_id))
     f.run(f.take("flwr stop", RUN_ID=run_id))
     f.wait_for(lambda: all(r["status"].startswith("finished") for r in f.listed("list")))
+    f.wait_for(lambda: (second / "summary.json").exists() and "interrupted" in (second / "summary.json").read_text())
+    assert list((second / "checkpoints").glob("round-*"))
 
     # a node more, and one less
     f.run(f.take("fedact certs"))
