@@ -15,11 +15,12 @@ torch.set_num_threads(1)
 
 # Files whose tests wait for processes, for minutes: two at a time, and what computes beside them.
 WAITING = ("test_simulation", "test_network_faults")
+WAITING_TOO = ("test_deploy", "test_flwr_run")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those come first, and test_deploy, which waits as well, when the rest is done."""
-    items.sort(key=lambda item: (item.path.stem not in WAITING) + (item.path.stem == "test_deploy"))
+    """Those come first, and the others that wait when the rest is done."""
+    items.sort(key=lambda item: (item.path.stem not in WAITING) + (item.path.stem in WAITING_TOO))
 
 
 @pytest.fixture

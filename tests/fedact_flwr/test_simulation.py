@@ -21,7 +21,7 @@ from fedact_flwr.cli import app as cli
 from fedact_flwr.client_app import app as client_app
 from fedact_flwr.inprocess import run_inprocess
 from fedact_flwr.server_app import app as server_app
-from fedact_flwr.settings import PROJECT, Settings, dump
+from fedact_flwr.settings import Settings, dump
 from fedact_flwr.simulation import BIN, _end, _free_port
 
 SMALL = ["clients=4", "clients_per_round=3", "rounds=2", "local_steps=3", "device=cpu"]
@@ -179,55 +179,3 @@ def test_a_signal_ends_all_that_was_started_and_the_run_can_go_on(
         assert CliRunner().invoke(cli, [*inprocess, *settings, *sets("name=straight")]).exit_code == 0
         models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "straight")]
         assert models[0] == models[1]
-
-
-def test_flwr_run_itself(tmp_path: Path, make_settings: Callable[..., Settings]) -> None:
-    """No wrapper: Flower's own background SuperLink and its two default supernodes, some runs in a row.
-
-    The first, of a method whose clients keep state, ends in the same bits as in process, and so when it goes on.
-    """
-    home = tmp_path / "home"
-    flower = environment(tmp_path) | {
-        "FLWR_HOME": str(home),
-        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(_free_port()),
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-    }
-
-    def flwr_run(config: str) -> str:
-        command = ["flwr", "run", str(PROJECT), "--stream", "--run-config", config]
-        result = subprocess.run(command, cwd=tmp_path, env=flower, capture_output=True, text=True, timeout=180)
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
-    try:
-        flwr_run("method='scaffold' rounds=2 local_steps=2 device='cpu' name='overrides'")
-        overrides = tmp_path / "runs" / "overrides"
-        summary = json.loads((overrides / "summary.json").read_text())
-        assert summary["status"] == "completed"
-        assert summary["final"]["replies"] == 10  # ten partitions on two supernodes
-        assert 'method = "scaffold"' in (overrides / "settings.toml").read_text()
-        settings = make_settings(method="scaffold", rounds=2, local_steps=2, output=str(tmp_path), name="inprocess")
-        run_inprocess(server_app, client_app, 3, dump(settings))
-        ours = tmp_path / "inprocess" / "model.safetensors"
-        assert (overrides / "model.safetensors").read_bytes() == ours.read_bytes()
-
-        flwr_run(f"resume='{overrides}' method='scaffold' rounds=3 local_steps=2 device='cpu'")
-        assert json.loads((overrides / "summary.json").read_text())["rounds"] == 3
-        resume = ["run", "--engine", "inprocess", "--resume", str(ours.parent), *sets("rounds=3")]
-        assert CliRunner().invoke(cli, resume).exit_code == 0
-        assert (overrides / "model.safetensors").read_bytes() == ours.read_bytes()
-
-        flwr_run(str(PROJECT / "conf" / "smoke.toml"))
-        (smoke,) = (folder for folder in (tmp_path / "runs").iterdir() if folder != overrides)
-        assert json.loads((smoke / "summary.json").read_text())["final"]["replies"] == 4
-
-        assert "rounds = 'x': allowed is a whole number above 0" in flwr_run("rounds='x'")
-    finally:
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("FLWR_HOME") == str(home):
-                    process.kill()
-            except psutil.Error:
-                continue
