@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from clients.device import memory_errors_explained, prepare_device
 from clients.diagnostics import positive_score_ratio, top_score_mass
 from clients.local_round import LocalRound
-from clients.methods import CLIENT_METHODS
+from clients.methods import CLIENT_METHODS, keeps
 from clients.optimizers import ActAdamW
 from clients.settings import LocalSettings
 from clients.state import ClientState
 from clients.training import WHAT_HELPS, NonFinite, batches, num_examples, train
 from strategies import wire
+from strategies.codecs import decode, encode
 from strategies.seeds import derive_seed
 from strategies.wire import Vectors
 from tasks.task import Examples, Task
@@ -86,21 +87,35 @@ class FedClient(NumPyClient):
         settings, method = self.settings, CLIENT_METHODS[self.settings.method]
         # for what draws while training, e.g. crops and dropout: not the numbers that order the data
         torch.manual_seed(derive_seed(config[wire.SEED], "draws"))
-        load_state(self.model, parameters[wire.MODEL])
+        model = parameters[wire.MODEL]
+        load_state(self.model, model)
         trainable = dict(trainable_parameters(self.model))
+        buffers = model.keys() - trainable.keys()
         n = num_examples(self.examples)
         steps = settings.local_steps
         if settings.local_epochs:
             steps = settings.local_epochs * -(-n // settings.batch_size)
+        message = {
+            record: decode(record, v, settings.format(record), buffers, model) for record, v in parameters.items()
+        }
+        derives = settings.derives_correction and wire.CORRECTION not in message
+        needs = (*method.keeps, wire.MODEL) if derives else method.keeps
         state = ClientState(Path(config[wire.STATE_FOLDER]), config[wire.PARTITION])
+        kept = state.load(config[wire.FOLDED], dict.fromkeys(needs, trainable))
+        if derives:
+            before = dict(zip(trainable, kept[wire.MODEL], strict=True))
+            message[wire.CORRECTION] = {
+                name: (x.numpy(force=True) - model[name]) / np.float32(config[wire.STEP_SIZE])
+                for name, x in before.items()
+            }
         local = LocalRound(
             trainable=trainable,
-            message=parameters,
+            message=message,
             lr=config[wire.LR],
             steps=steps,
             steps_done=config[wire.STEPS_DONE],
             settings=settings,
-            kept=state.load(config[wire.FOLDED], dict.fromkeys(method.keeps, trainable)),
+            kept=kept,
         )
         optimizer = method.make_optimizer(local)
         if settings.diagnostics and isinstance(optimizer, ActAdamW):
@@ -143,11 +158,16 @@ class FedClient(NumPyClient):
         for record, named in returned.items():
             if odd := [name for name, array in named.items() if not np.isfinite(array).all()]:
                 raise NonFinite(f"{record} {odd[0]} is not finite after {steps} steps{WHAT_HELPS}")
-        if method.keeps:
-            kept = {what: dict(zip(trainable, tensors, strict=True)) for what, tensors in finished.kept.items()}
-            state.save(config[wire.ROUND], kept, config[wire.PINNED])
+        if keeps(settings):
+            new_state = dict(finished.kept)
+            if settings.derives_correction:
+                new_state[wire.MODEL] = local.received(wire.MODEL)
+            to_keep = {what: dict(zip(trainable, tensors, strict=True)) for what, tensors in new_state.items()}
+            state.save(config[wire.ROUND], to_keep, config[wire.PINNED])
+        seed = config[wire.SEED]
+        encoded = {record: encode(record, v, settings.format(record), buffers, seed) for record, v in returned.items()}
         metrics["client_seconds"] = time.perf_counter() - started
-        return returned, n, metrics
+        return encoded, n, metrics
 
     def evaluate(  # type: ignore[override]
         self, parameters: Named, config: Mapping[str, Any]

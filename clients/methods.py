@@ -172,10 +172,20 @@ def _from_shared_state(local: LocalRound, **own: Any) -> ActAdamW:
 
 
 def return_second_moments(local: LocalRound, optimizer: Optimizer) -> Finished:
-    """v_K, or its means over the blocks that v_bar came in."""
+    """v_K, or its means over the blocks that v_bar came in; in fewer bits, the share of it that is new."""
     assert isinstance(optimizer, ActAdamW | AmendedAMSGrad)
-    v = block_means(optimizer.second_moments(), local.received(wire.SECOND_MOMENT))
+    start = local.received(wire.SECOND_MOMENT)
+    v = block_means(optimizer.second_moments(), start)
+    if local.settings.wire_second_moment != "float32":
+        kept = local.settings.beta2**local.steps
+        v = [(v_k - kept * v_0).clamp_(min=0) for v_k, v_0 in zip(v, start, strict=True)]
     return Finished(returned={wire.SECOND_MOMENT: v})
+
+
+def keeps(settings: LocalSettings) -> tuple[str, ...]:
+    """What a client keeps between rounds: what its method does, and x^r where it is to derive Delta_G from it."""
+    own = CLIENT_METHODS[settings.method].keeps
+    return (*own, wire.MODEL) if settings.derives_correction else own
 
 
 def edge_of_stability(settings: LocalSettings) -> str | None:

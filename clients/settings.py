@@ -3,8 +3,6 @@
 from typing import Annotated, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -12,11 +10,11 @@ from pydantic import (
     PositiveInt,
 )
 
+from strategies.codecs import WireSettings
 
-class LocalSettings(BaseModel):
+
+class LocalSettings(WireSettings):
     """Local training; pyproject.toml explains each setting. The learning rate comes with each round's message."""
-
-    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     method: str
     local_optimizer: Literal["auto", "sgd", "adam", "adamw", "mgup_adamw", "cautious_adamw"]

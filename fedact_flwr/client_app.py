@@ -17,7 +17,7 @@ from torch import nn
 
 from clients.client import FedClient
 from clients.device import prepare_device, require_compiler, spare_dynamo
-from clients.methods import CLIENT_METHODS
+from clients.methods import keeps
 from clients.optimizers import StabilityWarning
 from clients.training import num_examples, take
 from fedact_flwr.cache import ExampleCache
@@ -39,7 +39,7 @@ app = ClientApp()
 @app.train()
 def train(message: Message, context: Context) -> Message:
     client, config = _client(message, context), dict(_config(message))
-    if CLIENT_METHODS[client.settings.method].keeps:
+    if keeps(client.settings):
         config[wire.STATE_FOLDER] = str(_state_folder(context, str(config[wire.STATE_FOLDER])))
     returned, examples, metrics = client.fit(_named_arrays(message), config)
     log(

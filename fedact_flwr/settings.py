@@ -226,6 +226,16 @@ def _check_together(s: Settings) -> None:
         raise SettingsError(f'name = {s.name!r}: allowed is the name of a folder, without a path, or "{AUTO}"')
     if s.aggregation != "mean" and s.weighting != "uniform":
         raise SettingsError(f"weighting = {s.weighting!r}: allowed with aggregation = {s.aggregation!r} is 'uniform'")
+    if s.wire_second_moment != "float32" and s.second_moment != "full":
+        raise SettingsError(
+            f"wire_second_moment = {s.wire_second_moment!r}: allowed with second_moment = {s.second_moment!r}, which "
+            f"is a few numbers, is 'float32'"
+        )
+    if s.derives_correction and s.local_epochs:
+        raise SettingsError(
+            f"wire_correction = 'derived': clients that do different numbers of steps (local_epochs = "
+            f"{s.local_epochs}) can't derive Delta_G; allowed is one of 'float32', 'bfloat16', 'int8'"
+        )
     if s.lr_min > s.lr:
         raise SettingsError(f"lr_min = {s.lr_min}: allowed is 0 to {s.lr}, the lr")
     if s.holdout > 0 and s.min_samples < 2:

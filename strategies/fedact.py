@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord
 from numpy.typing import NDArray
 
 from strategies import wire
@@ -32,12 +33,17 @@ class FedAdamW(FederatedStrategy):
     Both ways v travels in full, or, to save a third of the bytes down and half of those up, as its means over blocks:
     ``second_moment = "tensor"`` has one number per parameter tensor, ``"block"`` one per block of it (query, key and
     value of each head; other tensors are one block). Clients start from v_bar with each entry at its block's mean.
+
+    In fewer bits (``wire_second_moment``) what returns is the share of v_i that the round's own gradients have,
+    v_i - b2^K_i v_bar: rounding v_i itself would hide the little that a round changes, and add up from round to round.
+    Where ``wire_correction = "derived"``, a client whose delta made x^r from the x that it was sent then finds
+    Delta_G = -(x^r - x) / (server_lr K eta) itself.
     """
 
     source = "Liu et al. 2025, arXiv:2510.27486"
     broadcast = (wire.CORRECTION, wire.SECOND_MOMENT)
     returned = (wire.SECOND_MOMENT,)
-    settings_used: ClassVar[tuple[str, ...]] = ("second_moment",)
+    settings_used: ClassVar[tuple[str, ...]] = ("second_moment", "wire_correction", "wire_second_moment")
 
     def like(self, record: str) -> Vectors:
         parameters = super().like(record)
@@ -48,10 +54,24 @@ class FedAdamW(FederatedStrategy):
 
     def terms(self, reply: Reply) -> Mapping[str, Vectors]:
         """Where K_i differs, the mean of delta_i / K_i is none of the deltas' mean, and a sum of its own."""
-        if not self.settings.local_epochs:
-            return reply.vectors
-        per_step = {name: delta / np.float32(reply.num_steps) for name, delta in self.parameters(reply.delta).items()}
-        return {**reply.vectors, wire.CORRECTION: per_step}
+        vectors = dict(reply.vectors)
+        if self.settings.wire_second_moment != "float32":
+            kept = np.float32(self.settings.beta2**reply.num_steps)
+            v = self.state[wire.SECOND_MOMENT]
+            vectors[wire.SECOND_MOMENT] = {
+                name: new + kept * v[name] for name, new in vectors[wire.SECOND_MOMENT].items()
+            }
+        if self.settings.local_epochs:
+            steps = np.float32(reply.num_steps)
+            vectors[wire.CORRECTION] = {name: d / steps for name, d in self.parameters(reply.delta).items()}
+        return vectors
+
+    def tailor(self, partition: int, records: dict[str, ArrayRecord], config: ConfigRecord) -> None:
+        last_good = max(self.folded.values(), default=0)
+        if self.settings.derives_correction and last_good and self.folded.get(partition) == last_good:
+            del records[wire.CORRECTION]
+            s = self.settings
+            config[wire.STEP_SIZE] = s.server_lr * s.local_steps * s.learning_rate(last_good)
 
     def fold(self, mean: dict[str, dict[str, NDArray]], replies: int, lr: float) -> None:
         per_step, steps = mean.get(wire.CORRECTION), 1
@@ -71,7 +91,7 @@ class FedLADA(FedAdamW):
     """
 
     source = "Sun et al. 2023, arXiv:2308.00522"
-    settings_used = ()
+    settings_used = ("wire_correction",)
 
 
 class FedACTLocal(FedAdamW):

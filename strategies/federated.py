@@ -14,10 +14,11 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from strategies import wire
 from strategies.aggregation import RunningMean, TrimmedMean
+from strategies.codecs import WireSettings, decode, encode
 from strategies.exchange import exchange
 from strategies.gate import NormGate
 from strategies.hosts import Hosts
@@ -43,10 +44,8 @@ class Diagnosis(Protocol):
         """After the last delta: what joins the metrics of the round."""
 
 
-class ServerSettings(BaseModel):
+class ServerSettings(WireSettings):
     """The settings that the server half reads; pyproject.toml explains each."""
-
-    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     rounds: PositiveInt
     seed: Annotated[int, Field(ge=0, lt=2**63)]
@@ -184,6 +183,9 @@ class FederatedStrategy(Strategy):
         """What of a checked reply enters the means, by record."""
         return reply.vectors
 
+    def tailor(self, partition: int, records: dict[str, ArrayRecord], config: ConfigRecord) -> None:
+        """Change what one partition is sent to train with; both are its own."""
+
     def like(self, record: str) -> Vectors:
         """Arrays with the names, shapes and dtypes of a record of ``broadcast``, ``returned`` or ``kept``."""
         return self.parameters(self.model)
@@ -265,6 +267,10 @@ class FederatedStrategy(Strategy):
         self.round_metrics = {"round": server_round, "lr": self.settings.learning_rate(server_round)}
         self.failed = []
         self._adopt(arrays)
+        for record in self.broadcast:
+            if (form := self.settings.format(record)) != "float32":
+                seed = derive_seed(self.settings.seed, server_round)
+                self._sent[record] = wire.to_record(encode(record, self.state[record], form, (), seed))
         return self._ask(MessageType.TRAIN, server_round, self._sent, grid)
 
     def aggregate_train(
@@ -279,7 +285,7 @@ class FederatedStrategy(Strategy):
         means: defaultdict[str, RunningMean | TrimmedMean] = defaultdict(self._make_mean)
         diagnosis = self.diagnose() if self.diagnose else None
         good: list[Reply] = []
-        replies = self._read(answers, lambda c, partition: read_reply(c, partition, self.model, returned, steps))
+        replies = self._read(answers, lambda c, p: read_reply(c, p, self.model, returned, steps, self._decode))
         for reply in self._pass_gate(self._gate, list(replies)) if self._gate else replies:
             weight = reply.num_examples if self.settings.weighting == "examples" else 1
             for record, vectors in self.terms(reply).items():
@@ -312,6 +318,9 @@ class FederatedStrategy(Strategy):
         self.folded = self.folded | {reply.partition: server_round for reply in good}
         self._serialize()
         return self._sent[wire.MODEL], MetricRecord(dict(self.round_metrics))
+
+    def _decode(self, record: str, vectors: Vectors, like: Vectors) -> Vectors:
+        return decode(record, vectors, self.settings.format(record), self.buffers, like)
 
     def _make_mean(self) -> RunningMean | TrimmedMean:
         if self.settings.aggregation == "mean":
@@ -403,8 +412,9 @@ class FederatedStrategy(Strategy):
         self._sent = {wire.MODEL: wire.to_record(self.model)}
         self.model = wire.from_record(self._sent[wire.MODEL])
         for record in self.broadcast:
-            self._sent[record] = wire.to_record(self.state[record])
-            self.state[record] = wire.from_record(self._sent[record])
+            if self.settings.format(record) == "float32":  # others are encoded for each round
+                self._sent[record] = wire.to_record(self.state[record])
+                self.state[record] = wire.from_record(self._sent[record])
 
     def parameters(self, vectors: Vectors) -> Vectors:
         """The trainable part of ``vectors``."""
@@ -434,7 +444,10 @@ class FederatedStrategy(Strategy):
                     wire.STATE_FOLDER: self.state_folder,
                 }
             )
-            content = RecordDict({**records, wire.CONFIG: config})
+            own = dict(records)
+            if kind == MessageType.TRAIN:
+                self.tailor(partition, own, config)
+            content = RecordDict({**own, wire.CONFIG: config})
             message = Message(content, nodes[partition], kind, group_id=str(server_round))
             self._asked.append((message, partition))
         self._count_bytes("bytes_sent", (message.content for message, _ in self._asked))

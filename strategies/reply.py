@@ -1,7 +1,7 @@
 """A client's reply, checked before anything of it is folded into the server's state."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +12,8 @@ from strategies.wire import Vectors
 
 # Beyond what any client can have; a count that is wrong by more than this would own every weighted mean.
 MAX_EXAMPLES = 10**12
+
+Decode = Callable[[str, Vectors, Vectors], Vectors]
 
 
 class BadReply(ValueError):
@@ -43,11 +45,13 @@ def read_reply(
     model: Vectors,
     returned: Mapping[str, Vectors],
     local_steps: int | None,
+    decode: Decode = lambda record, vectors, like: vectors,
 ) -> Reply:
     """Decode and check the reply for ``partition``.
 
     ``model`` and the values of ``returned`` give the names, shapes and dtypes that the delta and the records beside
-    it must have, ``local_steps`` the number of steps, if it is one for all. Raises `BadReply`.
+    it must have, ``local_steps`` the number of steps, if it is one for all; ``decode`` undoes what made the arrays of
+    a record smaller for the wire, given what they must be like. Raises `BadReply`.
     """
     expected = {wire.DELTA: model, **returned}
     records = wire.array_records(content)
@@ -64,7 +68,7 @@ def read_reply(
     vectors = {}
     for name, like in expected.items():
         try:
-            vector = wire.from_record(records[name])
+            vector = decode(name, wire.from_record(records[name]), like)
         except Exception as error:  # bytes from outside: whatever the decoder raises, the reply is bad
             raise BadReply(f"record {name} can't be decoded: {error}") from error
         _check_vector(name, vector, like)

@@ -37,6 +37,7 @@ STEPS_DONE = "steps_done"  # t before the round's first step
 ROUND = "round"
 FOLDED = "folded"  # the last round whose reply of this partition was folded; 0: none was
 PINNED = "pinned"  # all rounds that FOLDED may yet be: this one, and those of the checkpoints that a run may go back to
+STEP_SIZE = "step_size"  # where Delta_G is not sent: what it was multiplied with to make -(x^r - x of round FOLDED)
 STATE_FOLDER = "state_folder"  # where under its own root a client keeps what this run's later rounds need
 
 # Keys of METRICS.

@@ -47,7 +47,19 @@ CASES: dict[str, dict[str, Any]] = {name: {"method": name} for name in STRATEGIE
     "fedadamw+block": {"method": "fedadamw", "second_moment": "block"},
     "fedact+block": {"method": "fedact", "second_moment": "block"},
 }
+NARROW: dict[str, dict[str, Any]] = {  # on the wire
+    "fedact+bfloat16": {
+        "method": "fedact",
+        "wire_delta": "bfloat16",
+        "wire_correction": "bfloat16",
+        "wire_second_moment": "bfloat16",
+    },
+    "fedact+int8": {"method": "fedact", "wire_delta": "int8", "wire_correction": "int8", "wire_second_moment": "int8"},
+    "fedact+derived": {"method": "fedact", "wire_correction": "derived"},
+    "scaffold+int8": {"method": "scaffold", "wire_delta": "int8"},
+}
 every_case = pytest.mark.parametrize("case", CASES)
+every_case_and_format = pytest.mark.parametrize("case", CASES | NARROW)
 
 LR, BETAS, EPS, DECAY = 0.04, (0.7, 0.9), 1e-3, 0.2  # the LR of a message, which is not the one in the settings
 PHI: dict[str, Any] = {"tau": 0.3, "alpha": 1.7, "gamma": 0.2}
@@ -130,7 +142,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 def settings_of(make_settings: MakeSettings) -> MakeSettings:
     """Settings of a case on three toy clients."""
     toy = {"task": "toy", "clients": 3, "clients_per_round": 3, "rounds": 3, "batch_size": 8, "name": "run"}
-    return lambda case, **overrides: make_settings(**(toy | CASES[case] | overrides))
+    return lambda case, **overrides: make_settings(**(toy | (CASES | NARROW)[case] | overrides))
 
 
 def make_server(settings: Settings, state_folder: str = "run/clients") -> FederatedStrategy:
@@ -379,7 +391,7 @@ def test_a_round_is_a_function_of_its_message(case: str, settings_of: MakeSettin
 # ---- both halves
 
 
-@every_case
+@every_case_and_format
 def test_the_order_of_replies_does_not_matter(case: str, settings_of: MakeSettings) -> None:
     ends = []
     for i, order in enumerate(([0, 1, 2], [2, 1, 0], [1, 2, 0])):
@@ -462,7 +474,7 @@ def through_files(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return read
 
 
-@every_case
+@every_case_and_format
 def test_state_saved_and_loaded_gives_the_same_next_round(case: str, settings_of: MakeSettings, tmp_path: Path) -> None:
     settings = settings_of(case, clients_per_round=2)
     straight = make_server(settings, "straight/clients")
@@ -482,7 +494,7 @@ class Crash(Exception):
     """The process is gone."""
 
 
-@every_case
+@every_case_and_format
 def test_a_resumed_run_ends_in_the_same_bits(case: str, settings_of: MakeSettings) -> None:
     """It crashes in round 4, in the middle of the clients, and goes on from the checkpoint of round 2."""
     varied = {"clients_per_round": 2, "rounds": 5, "checkpoint_every": 2}
@@ -514,7 +526,7 @@ def metrics_of(record: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if "seconds" not in key} for line in lines]
 
 
-@every_case
+@every_case_and_format
 def test_three_rounds_learn(case: str, settings_of: MakeSettings) -> None:
     settings = settings_of(case, clients=1, clients_per_round=1, local_steps=20)
     run_inprocess(server_app.app, client_app.app, 1, dump(settings))

@@ -18,6 +18,7 @@ from fedact_flwr.inprocess import InProcessGrid
 from fedact_flwr.settings import Settings
 from strategies import STRATEGIES, FedACT, FedAdam, FedAvg, FederatedStrategy, RunFailed, wire
 from strategies.aggregation import linear_combination
+from strategies.codecs import decode, encode
 from strategies.hosts import Hosts
 from strategies.reply import last_line
 from strategies.versions import versions
@@ -123,6 +124,25 @@ def test_state_reaches_the_clients_in_the_next_round(two_clients: MakeSettings) 
     assert wire.from_record(second[wire.MODEL])["w"].tolist() == [-2, 3, 5]
     assert wire.from_record(second[wire.SECOND_MOMENT])["w"].tolist() == [2, 1, 2]
     assert second[wire.CONFIG][wire.STEPS_DONE] == 10
+
+
+def test_the_new_share_of_v_joins_what_is_left_of_the_old(two_clients: MakeSettings) -> None:
+    """In fewer bits v_bar <- b2^K v_bar + mean(e_i): twice (2, 1, 2), of which 1/2^10 is left the second time."""
+
+    def respond(partition: int) -> RecordDict:
+        content = reply_of(partition, FedACT.returned)
+        e = encode(wire.SECOND_MOMENT, {"w": SECOND_MOMENTS[partition]}, "int8", (), 0)  # these have exact codes
+        content[wire.SECOND_MOMENT] = wire.to_record(e)
+        return content
+
+    strategy = FedACT(two_clients(wire_second_moment="int8"))
+    grid, seen = grid_of(respond)
+    arrays, _ = one_round(strategy, grid)
+    assert strategy.state[wire.SECOND_MOMENT]["w"].tolist() == [2, 1, 2]
+    one_round(strategy, grid, 2, arrays)
+    assert strategy.state[wire.SECOND_MOMENT]["w"].tolist() == [2 + 2 / 2**10, 1 + 1 / 2**10, 2 + 2 / 2**10]
+    sent = decode(wire.SECOND_MOMENT, wire.from_record(seen[-1].content[wire.SECOND_MOMENT]), "int8", (), X0)
+    assert sent["w"].tolist() == [2, 1, 2]
 
 
 def test_server_lr_scales_the_step_but_not_delta_g(two_clients: MakeSettings) -> None:

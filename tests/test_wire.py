@@ -1,0 +1,145 @@
+"""Fewer bits on the wire, from the server to the clients and back; `tests/strategies/test_codecs.py` has the codes."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message
+from numpy.typing import NDArray
+
+from fedact_flwr import server_app
+from fedact_flwr.client_app import app as client_app
+from fedact_flwr.inprocess import InProcessGrid
+from fedact_flwr.settings import Settings, SettingsError, dump, parse, read_defaults
+from strategies import wire
+from strategies.codecs import decode
+
+MakeSettings = Callable[..., Settings]
+ALL = ("wire_delta", "wire_correction", "wire_second_moment")
+SMALL = {"rounds": 3, "clients": 3, "clients_per_round": 3, "name": "run", "split": "iid"}
+
+
+class Listening(InProcessGrid):
+    """Keeps what was sent and received, by round; ``silent`` gives the partitions that don't answer in a round."""
+
+    def __init__(self, settings: Settings, silent: dict[int, tuple[int, ...]] | None = None) -> None:
+        super().__init__(client_app, settings.clients, dump(settings))
+        self.silent = silent or {}
+        self.sent: dict[int, list[Message]] = {}
+        self.received: dict[int, list[Message]] = {}
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        for message in messages:
+            if message.metadata.message_type == "train":
+                self.sent.setdefault(int(message.metadata.group_id), []).append(message)
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        answers = list(super().pull_messages(message_ids))
+        for answer in answers:
+            if answer.metadata.message_type == "train":
+                server_round = int(answer.metadata.group_id)
+                partition = answer.content[wire.METRICS][wire.PARTITION]
+                if partition in self.silent.get(server_round, ()):
+                    return []
+                self.received.setdefault(server_round, []).append(answer)
+        return answers
+
+
+def final_model(settings: Settings, monkeypatch: pytest.MonkeyPatch, grid: InProcessGrid) -> dict[str, NDArray]:
+    models: list[dict[str, NDArray]] = []
+    write = server_app.RunRecord.write_model
+
+    def kept(record: Any, model: Any) -> None:
+        models.append({name: p.detach().numpy().copy() for name, p in model.named_parameters()})
+        write(record, model)
+
+    monkeypatch.setattr(server_app.RunRecord, "write_model", kept)
+    server_app.run(settings, grid)
+    return models[-1]
+
+
+def arrays_of(message: Message, record: str) -> dict[str, NDArray]:
+    return wire.from_record(message.content[record])
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
+def test_narrow_records_say_what_float32_ones_do(
+    form: str, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second round, up to the rounding: the Delta_G and v_bar that were sent, and the mean of the deltas."""
+    grids = {}
+    for name, travels in (("float32", "float32"), (form, form)):
+        settings = make_settings(**SMALL | {"name": name, "rounds": 2} | dict.fromkeys(ALL, travels))
+        grids[name] = Listening(settings)
+        final_model(settings, monkeypatch, grids[name])
+    shapes = arrays_of(grids["float32"].sent[2][0], wire.MODEL)
+    for record in (wire.CORRECTION, wire.SECOND_MOMENT):
+        wanted = arrays_of(grids["float32"].sent[2][0], record)
+        got = decode(record, arrays_of(grids[form].sent[2][0], record), form, (), shapes)
+        error = sum(float(((got[n] - wanted[n]) ** 2).sum()) for n in wanted)
+        size = sum(float((wanted[n] ** 2).sum()) for n in wanted)
+        assert error < 0.04 * size, record
+        for name, array in arrays_of(grids[form].sent[2][0], record).items():
+            assert array.nbytes < shapes[name].nbytes * (0.51 if form == "bfloat16" else 0.26) + 16
+
+
+def test_clients_derive_the_correction_from_two_models(
+    make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Delta_G goes in round 1 to all, then to those alone whose last reply did not come; the model is the same."""
+    models = {}
+    for travels in ("float32", "derived"):
+        settings = make_settings(**SMALL | {"name": travels}, server_lr=0.7, wire_correction=travels)
+        grid = Listening(settings, silent={2: (1,)})
+        models[travels] = final_model(settings, monkeypatch, grid)
+        if travels == "derived":
+            got = {r: [wire.CORRECTION in m.content for m in messages] for r, messages in grid.sent.items()}
+            assert got == {1: [True] * 3, 2: [False] * 3, 3: [False, True, False]}
+    for name, x in models["float32"].items():
+        np.testing.assert_allclose(models["derived"][name], x, rtol=1e-3, atol=1e-4)
+
+
+def test_after_a_failed_round_the_correction_is_still_that_of_the_last_good_one(
+    make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = {}
+    for travels in ("float32", "derived"):
+        settings = make_settings(**SMALL | {"name": travels, "min_replies": 3}, wire_correction=travels)
+        grid = Listening(settings, silent={2: (1,)})
+        models[travels] = final_model(settings, monkeypatch, grid)
+        if travels == "derived":
+            assert not any(wire.CORRECTION in m.content for m in grid.sent[3])
+    for name, x in models["float32"].items():
+        np.testing.assert_allclose(models["derived"][name], x, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"wire_delta": "int4"}, "wire_delta = 'int4': allowed is one of 'float32', 'bfloat16', 'int8'"),
+        ({"wire_second_moment": "int8", "second_moment": "block"}, "wire_second_moment = 'int8': allowed with second"),
+        ({"wire_correction": "derived", "local_epochs": 1}, "wire_correction = 'derived': clients that do different"),
+    ],
+)
+def test_settings_that_can_not_be(settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(SettingsError, match=line):
+        parse(read_defaults() | settings)
+
+
+def test_eight_bytes_per_parameter_both_ways(make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What FedAvg moves in float32, without any rounding: v as block means, and Delta_G found by the clients."""
+    settings = make_settings(**SMALL, wire_correction="derived", second_moment="block", local_steps=1)
+    grid = Listening(settings)
+    model = final_model(settings, monkeypatch, grid)
+    d = sum(x.size for x in model.values())
+    for message, reply in zip(grid.sent[2], grid.received[2], strict=True):
+        moved = sum(
+            array.nbytes
+            for content in (message.content, reply.content)
+            for record in wire.array_records(content).values()
+            for array in wire.from_record(record).values()
+        )
+        assert moved == 8 * d + 2 * 4 * len(model)
