@@ -21,11 +21,11 @@ SMALL = {"rounds": 3, "clients": 3, "clients_per_round": 3, "name": "run", "spli
 
 
 class Listening(InProcessGrid):
-    """Keeps what was sent and received, by round; ``silent`` gives the partitions that don't answer in a round."""
+    """Keeps what was sent and received, by round. The replies of the partitions in ``refused`` are no good."""
 
-    def __init__(self, settings: Settings, silent: dict[int, tuple[int, ...]] | None = None) -> None:
+    def __init__(self, settings: Settings, refused: dict[int, tuple[int, ...]] | None = None) -> None:
         super().__init__(client_app, settings.clients, dump(settings))
-        self.silent = silent or {}
+        self.refused = refused or {}
         self.sent: dict[int, list[Message]] = {}
         self.received: dict[int, list[Message]] = {}
 
@@ -42,8 +42,8 @@ class Listening(InProcessGrid):
             if answer.metadata.message_type == "train":
                 server_round = int(answer.metadata.group_id)
                 partition = answer.content[wire.METRICS][wire.PARTITION]
-                if partition in self.silent.get(server_round, ()):
-                    return []
+                if partition in self.refused.get(server_round, ()):
+                    del answer.content[wire.METRICS]
                 self.received.setdefault(server_round, []).append(answer)
         return answers
 
@@ -59,6 +59,12 @@ def final_model(settings: Settings, monkeypatch: pytest.MonkeyPatch, grid: InPro
     monkeypatch.setattr(server_app.RunRecord, "write_model", kept)
     server_app.run(settings, grid)
     return models[-1]
+
+
+def distance(one: dict[str, NDArray], other: dict[str, NDArray]) -> float:
+    """Relative; entry by entry Adam makes much of rounding, where gradients are nothing else (biases of keys)."""
+    a, b = (np.concatenate([model[name].ravel() for name in other]) for model in (one, other))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 def arrays_of(message: Message, record: str) -> dict[str, NDArray]:
@@ -89,17 +95,16 @@ def test_narrow_records_say_what_float32_ones_do(
 def test_clients_derive_the_correction_from_two_models(
     make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Delta_G goes in round 1 to all, then to those alone whose last reply did not come; the model is the same."""
+    """Delta_G goes in round 1 to all, then to those alone whose last reply was refused; the model is the same."""
     models = {}
     for travels in ("float32", "derived"):
-        settings = make_settings(**SMALL | {"name": travels}, server_lr=0.7, wire_correction=travels)
-        grid = Listening(settings, silent={2: (1,)})
+        settings = make_settings(**SMALL | {"name": travels}, method="fedadamw", server_lr=0.7, wire_correction=travels)
+        grid = Listening(settings, refused={2: (1,)})
         models[travels] = final_model(settings, monkeypatch, grid)
         if travels == "derived":
             got = {r: [wire.CORRECTION in m.content for m in messages] for r, messages in grid.sent.items()}
             assert got == {1: [True] * 3, 2: [False] * 3, 3: [False, True, False]}
-    for name, x in models["float32"].items():
-        np.testing.assert_allclose(models["derived"][name], x, rtol=1e-3, atol=1e-4)
+    assert distance(models["derived"], models["float32"]) < 2e-4
 
 
 def test_after_a_failed_round_the_correction_is_still_that_of_the_last_good_one(
@@ -107,13 +112,14 @@ def test_after_a_failed_round_the_correction_is_still_that_of_the_last_good_one(
 ) -> None:
     models = {}
     for travels in ("float32", "derived"):
-        settings = make_settings(**SMALL | {"name": travels, "min_replies": 3}, wire_correction=travels)
-        grid = Listening(settings, silent={2: (1,)})
+        settings = make_settings(
+            **SMALL | {"name": travels, "min_replies": 3}, method="fedadamw", wire_correction=travels
+        )
+        grid = Listening(settings, refused={2: (1,)})
         models[travels] = final_model(settings, monkeypatch, grid)
         if travels == "derived":
             assert not any(wire.CORRECTION in m.content for m in grid.sent[3])
-    for name, x in models["float32"].items():
-        np.testing.assert_allclose(models["derived"][name], x, rtol=1e-3, atol=1e-4)
+    assert distance(models["derived"], models["float32"]) < 2e-4
 
 
 @pytest.mark.parametrize(
@@ -142,4 +148,6 @@ def test_eight_bytes_per_parameter_both_ways(make_settings: MakeSettings, monkey
             for record in wire.array_records(content).values()
             for array in wire.from_record(record).values()
         )
-        assert moved == 8 * d + 2 * 4 * len(model)
+        blocks = sum(means.size for means in arrays_of(message, wire.SECOND_MOMENT).values())
+        assert blocks < d / 500
+        assert moved == 8 * d + 2 * 4 * blocks
