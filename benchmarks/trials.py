@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.progress import track
 
-from fedact_flwr.record import COMPLETED, SETTINGS_FILE, read_summary
-from fedact_flwr.settings import dump, parse, read_defaults, read_file, read_override
+from fedact_flwr.record import COMPLETED, read_summary
+from fedact_flwr.settings import SETTINGS_FILE, dump, parse, read_defaults, read_file, read_override
 from strategies import RunFailed
 
 Own = Mapping[str, Any]  # settings of a run that are not the defaults

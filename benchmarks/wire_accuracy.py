@@ -2,7 +2,7 @@
 
     python benchmarks/wire_accuracy.py DATA [--workers 2] [--output FOLDER]
 
-DATA is a folder with the four idx files of Fashion-MNIST, or "auto" for the Hugging Face hub. Prints a Markdown table, with
+DATA is a folder with the four idx files of Fashion-MNIST, or "auto" for the hub. Prints a Markdown table, with
 the bytes per parameter that the last round moved to and from each client, of which 128 a tensor are its header; a
 difference is to float32, seed by seed. Digits as in pyproject.toml, all ten clients in each round; Fashion-MNIST as in
 conf/fashion_mnist.toml at Dirichlet(0.1), ten of a hundred. A quarter of an hour on two cores; if interrupted, it goes

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import torch
 
-from fedact_flwr.record import SETTINGS_FILE
-from fedact_flwr.settings import SettingsError, parse, read_file
+from fedact_flwr.settings import SETTINGS_FILE, SettingsError, parse, read_file
 from tasks import TASKS
 from tasks.adapter import load_model
 from tasks.hub import load_pretrained

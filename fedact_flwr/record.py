@@ -27,11 +27,10 @@ from flwr.common import log
 from numpy.typing import NDArray
 from torch import nn
 
-from fedact_flwr.settings import AUTO, Settings, SettingsError, dump
+from fedact_flwr.settings import AUTO, SETTINGS_FILE, Settings, SettingsError, dump
 from strategies.versions import package_version, versions
 from tasks.task import Task
 
-SETTINGS_FILE = "settings.toml"
 CLIENTS_FILE = "clients.json"
 ROUNDS_FILE = "rounds.jsonl"
 SUMMARY_FILE = "summary.json"

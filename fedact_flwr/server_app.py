@@ -20,9 +20,10 @@ from clients.methods import CLIENT_METHODS
 from fedact_flwr.budget import with_budget
 from fedact_flwr.checkpoint import MAY_CHANGE, Checkpoint, Checkpoints
 from fedact_flwr.orphan import end_with_parent
-from fedact_flwr.record import SETTINGS_FILE, RunRecord, record_to_resume
+from fedact_flwr.record import RunRecord, record_to_resume
 from fedact_flwr.settings import (
     AUTO,
+    SETTINGS_FILE,
     Settings,
     SettingsError,
     check_own_settings,

@@ -20,6 +20,7 @@ from tasks.task import ANY_MODEL, BadData
 
 PROJECT = Path(__file__).resolve().parent.parent
 AUTO = "auto"
+SETTINGS_FILE = "settings.toml"  # in a run's record
 LANGUAGE_AUTO = ("max_length", "lora_r", "lora_alpha")  # the task knows what its "auto" is
 AUTO_KEYS = ("lr", "weight_decay", "beta1", "beta2", "server_lr", "alpha", "gamma", "client_gpus", *LANGUAGE_AUTO)
 
@@ -77,6 +78,18 @@ def read_override(text: str) -> tuple[str, Any]:
         return key, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key, value
+
+
+def read_settings(files: Sequence[Path], overrides: Sequence[str], resume: Path | None = None) -> Settings:
+    """Defaults, then those of the record that is resumed, then files, then overrides. Raises `SettingsError`."""
+    config = read_defaults()
+    for path in [resume / SETTINGS_FILE, *files] if resume else files:
+        config |= read_file(path)
+    config |= dict(read_override(text) for text in overrides)
+    if resume:  # where it is now, and not where it was when it was written
+        folder = resume.expanduser().resolve()
+        config |= {"resume": str(folder), "output": str(folder.parent), "name": folder.name}
+    return parse(config)
 
 
 def parse(config: Mapping[str, Any]) -> Settings:

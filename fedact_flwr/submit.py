@@ -4,19 +4,26 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import tomli_w
 
-from fedact_flwr.settings import PROJECT, Settings, dump
+from fedact_flwr.settings import PROJECT, SettingsError, check_own_settings, dump, read_settings
 from fedact_flwr.simulation import BIN, SimulationFailed, raise_unless_completed
 
 
-def submit(connection: str, settings: Settings) -> None:
+def submit(connection: str, files: Sequence[Path], overrides: Sequence[str]) -> None:
     """Start the run on the connection of that name in Flower's config.toml, print its log, and wait for its end.
 
-    Raises `SimulationFailed`, also where the log ended before the run.
+    Raises `SettingsError`, and `SimulationFailed`, also where the log ended before the run.
     """
+    settings = read_settings(files, overrides)
+    check_own_settings(settings)
+    if not Path(settings.output).is_absolute():
+        raise SettingsError(
+            f"output = {settings.output!r}: allowed is an absolute path, of the machine on which the ServerApp runs"
+        )
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "run.toml"
         config.write_text(tomli_w.dumps(dump(settings)))

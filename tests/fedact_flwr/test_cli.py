@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from fedact_flwr.cli import app, read_settings
-from fedact_flwr.settings import method_settings, read_defaults
+from fedact_flwr.cli import app
+from fedact_flwr.settings import method_settings, read_defaults, read_settings
 from strategies import STRATEGIES
 from tasks import TASKS
 
@@ -250,3 +250,10 @@ def test_methods_and_tasks_are_listed() -> None:
     code, output = fedact("tasks")
     assert code == 0
     assert all(name in output for name in TASKS)
+
+
+def test_help_comes_at_once() -> None:
+    """Neither PyTorch nor Flower nor NumPy is imported for it: they take seconds."""
+    slow = "{'torch', 'flwr', 'numpy', 'pydantic'}"
+    code = f"import sys, fedact_flwr.cli; print(sorted({slow} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
