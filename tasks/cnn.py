@@ -5,12 +5,14 @@ from torch import nn
 
 
 class SmallCNN(nn.Sequential):
-    """Two 3x3 convolutions with BatchNorm, ReLU and pooling each, then a linear head; about 20 thousand parameters.
+    """Two 3x3 convolutions with BatchNorm, ReLU and pooling each, then a linear head.
+
+    For grey images of 28x28, 20 thousand parameters at a width of 16 and 137 thousand at 64.
 
     Images of shape (batch, channels, size, size) to logits of shape (batch, classes).
     """
 
-    def __init__(self, size: int, channels: int, classes: int, width: int = 16) -> None:
+    def __init__(self, size: int, channels: int, classes: int, width: int) -> None:
         side = size // 4
         super().__init__(
             *_block(channels, width), *_block(width, 2 * width), nn.Flatten(), nn.Linear(2 * width * side**2, classes)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tasks.cnn import SmallCNN
+from tasks.mlp import MLP
 from tasks.resnet import resnet18
 from tasks.swin import swin_lite
 from tasks.task import TaskSettings
@@ -23,7 +24,8 @@ IMAGE_MODELS: dict[str, Callable[[int, int, int, TaskSettings], nn.Module]] = {
     "small_vit": lambda size, channels, classes, s: ViT(
         size, size // 4, channels, classes, width=48, depth=2, heads=4, mlp=96
     ),
-    "small_cnn": lambda size, channels, classes, s: SmallCNN(size, channels, classes),
+    "small_cnn": lambda size, channels, classes, s: SmallCNN(size, channels, classes, s.cnn_width),
+    "mlp": lambda size, channels, classes, s: MLP(size**2 * channels, classes, s.mlp_width),
 }
 
 

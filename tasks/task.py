@@ -43,6 +43,8 @@ class TaskSettings(BaseModel):
     augment: bool
     vit_depth: PositiveInt
     swin_width: Annotated[int, Field(gt=0, multiple_of=16)]
+    cnn_width: PositiveInt
+    mlp_width: PositiveInt
     swin_depths: Annotated[
         str, Field(pattern=r"^[1-9]\d*(,[1-9]\d*)*$", description="whole numbers above 0 with commas between")
     ]

@@ -29,7 +29,15 @@ class ImageTask(Task):
     mean: ClassVar[tuple[float, ...]]  # of each channel over the training images, in [0, 1]
     std: ClassVar[tuple[float, ...]]
     requires: Sequence[str] = ("PIL", "torchvision")
-    settings_used: Sequence[str] = ("data", "augment", "vit_depth", "swin_width", "swin_depths")
+    settings_used: Sequence[str] = (
+        "data",
+        "augment",
+        "vit_depth",
+        "swin_width",
+        "swin_depths",
+        "cnn_width",
+        "mlp_width",
+    )
     models: Sequence[str] = tuple(IMAGE_MODELS)
     defaults: Mapping[str, Defaults] = {  # the paper's
         "adamw": {"lr": 3e-4, "weight_decay": 0.01},

@@ -101,6 +101,9 @@ def test_depths_and_widths_are_settings() -> None:
     assert count(vit_depth=12) - count(vit_depth=6) == 6 * (12 * 192**2 + 13 * 192)
     assert count(model="swin_lite", swin_width=96) > 3 * count(model="swin_lite")
     assert count(model="swin_lite", swin_depths="2,2") < count(model="swin_lite")
+    convolutions = 9 * 3 * 64 + 9 * 64 * 128 + 2 * (64 + 128)
+    assert count(model="small_cnn", cnn_width=64) == convolutions + 128 * 8**2 * 10 + 10
+    assert count(model="mlp", mlp_width=30) == (3 * 32**2 + 1) * 30 + 31 * 30 + 31 * 10
 
 
 @pytest.mark.parametrize(("task", "model"), [(task, model) for task in VISION for model in TASKS[task].models])
