@@ -90,7 +90,7 @@ def synchronize(device: str) -> None:
 
 def peak_of(optimizer: Optimizer, device: str) -> float:
     """The most bytes that a step takes beside what is there before it, and the vector that ACT-AdamW keeps."""
-    kept = getattr(optimizer, "_scores", None)
+    kept = getattr(optimizer, "_scratch", None)
     kept = 0 if kept is None else kept.nbytes
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

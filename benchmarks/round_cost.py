@@ -1,6 +1,6 @@
 """What a round of FedACT costs beside a plain PyTorch loop: CPU time, by engine.
 
-    python benchmarks/round_cost.py DATA [--rounds 10] [--repeats 3] [--engines inprocess flower] [--cases NAME ...]
+    python benchmarks/round_cost.py DATA [--rounds 5] [--repeats 3] [--engines inprocess flower] [--cases NAME ...]
 
 DATA is a folder with the four idx files of Fashion-MNIST. 100 clients, ten a round, batches of 50, one thread, no
 evaluation in between. The floor is a loop in this process that does the same number of steps on the same kind of
@@ -34,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "137k CNN, K = 10": {"model": "small_cnn", "cnn_width": 64, "local_steps": 10},
     "137k CNN, K = 1": {"model": "small_cnn", "cnn_width": 64, "local_steps": 1},
     "41 MB MLP, K = 1": {"model": "mlp", "mlp_width": 2834, "local_steps": 1},
+    "141k MLP, K = 10": {"model": "mlp", "mlp_width": 150, "local_steps": 10},
+    "141k MLP, K = 1": {"model": "mlp", "mlp_width": 150, "local_steps": 1},
 }
 WARM_UP = 2  # rounds
 
@@ -41,7 +43,7 @@ WARM_UP = 2  # rounds
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", metavar="DATA")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--engines", nargs="+", default=["inprocess", "flower"])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
@@ -57,9 +59,8 @@ def main() -> None:
             for engine in arguments.engines:
                 measured[engine].append(cost(own, engine, arguments.rounds))
         least, *others = (statistics.median(values) for values in measured.values())
-        print(
-            f"| {case} | {least:.3f} | " + " | ".join(f"{s:.3f} ({s / least:.2f})" for s in others) + " |", flush=True
-        )
+        ratios = " | ".join(f"{seconds:.3f} ({seconds / least:.2f})" for seconds in others)
+        print(f"| {case} | {least:.3f} | {ratios} |", flush=True)
 
 
 def floor(own: dict[str, Any], rounds: int) -> float:
@@ -81,7 +82,7 @@ def floor(own: dict[str, Any], rounds: int) -> float:
 def cost(own: dict[str, Any], engine: str, rounds: int) -> float:
     """CPU-seconds of a round, of all processes."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = own | {"rounds": rounds + WARM_UP, "output": folder, "name": "run"}
+        settings = own | {"rounds": rounds + WARM_UP + 1, "output": folder, "name": "run"}
         overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={toml(value)}")]
         command = [sys.executable, "-m", "fedact_flwr", "run", "--engine", engine, *overrides]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -94,7 +95,7 @@ def cost(own: dict[str, Any], engine: str, rounds: int) -> float:
 
 
 def cpu_after_round(server_round: int, lines: Path, process: subprocess.Popen[str]) -> float:
-    """CPU-seconds of the process and all that it started, as soon as that round is recorded; round 0 has a line, too."""
+    """CPU-seconds of the process and all that it started, as soon as that round, which may be 0, is recorded."""
     while not lines.exists() or lines.read_bytes().count(b"\n") < server_round + 1:
         if process.poll() is not None:
             raise SystemExit(f"the run ended too soon: {process.stdout.read() if process.stdout else ''}")

@@ -1,8 +1,8 @@
-"""ACT-AdamW's step on a CPU in three passes over memory: moments and scores, the selection, the update.
+"""ACT-AdamW's step on a CPU in three passes over memory: moments and direction, the selection, the update.
 
 The C++ below does what `clients.optimizers` does with PyTorch's operations, in the same order, each rounded once, so it
 ends in the same bits; it is compiled when it is first needed, where there is a compiler, and kept in the user's cache.
-It needs one vector beside the optimizer's state, of scores.
+It needs one vector beside the optimizer's state, of directions; scores are never all in memory.
 """
 
 import ctypes
@@ -26,47 +26,50 @@ SOURCE = r"""
 #include <cstdint>
 #include <cstring>
 #include <vector>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 namespace {
 
-constexpr int64_t CHUNK = 1 << 14;   // entries that one thread takes at a time
-constexpr int64_t SAMPLE = 1 << 16;  // entries that bracket the threshold
+constexpr int64_t CHUNK = 1 << 14;  // entries that one thread takes at a time
+constexpr int64_t PIECE = 1 << 10;  // of those, whose scores are looked at while they are in the cache
 
 struct Scalars { float beta1, rest1, beta2, rest2, unbias1, unbias2, eps, own, shared, decay, lr; };
-struct Tensors { float* p; const float* g; float* m; float* v; const float* correction; int64_t n; Scalars k; };
-struct Chunk { int64_t tensor, start, end, offset; };  // [start, end) of a tensor; offset of start in the scores
+struct Tensors { float* p; const float* g; float* m; float* v; const float* correction; Scalars k; };
+struct Chunk { int64_t tensor, start, end, offset; };  // [start, end) of a tensor; offset of start in the whole vector
+
+inline int64_t end_of(const Chunk& chunk) { return chunk.offset + chunk.end - chunk.start; }
 
 // Trusted are scores above the threshold, and those at it up to this index.
-struct Trusted { float threshold; int64_t last; };
+struct Trusted { float threshold; int64_t last; bool all = false; };
 
-inline float direction(float m, float v, float correction, const Scalars& k, float& own) {
-    own = (m * k.unbias1) / (std::sqrt(v * k.unbias2) + k.eps);
-    return own * k.own + correction * k.shared;
-}
-
-void moments_and_scores(const Tensors& t, const Chunk& chunk, bool own_score, float* __restrict s) {
+// Writes to w what is scored: the direction u, or u_loc, of which a pass makes u again by two multiplications.
+template <bool OWN>
+void moments(const Tensors& t, const Chunk& chunk, float* __restrict w) {
     const Scalars k = t.k;
     const float* __restrict g = t.g; const float* __restrict c = t.correction;
     float* __restrict m = t.m; float* __restrict v = t.v;
     for (int64_t i = chunk.start; i < chunk.end; i++) {
         m[i] = m[i] * k.beta1 + g[i] * k.rest1;
         v[i] = v[i] * k.beta2 + (g[i] * g[i]) * k.rest2;
-        float own;
-        const float u = direction(m[i], v[i], c[i], k, own);
-        s[chunk.offset + i - chunk.start] = (own_score ? own : u) * g[i];
+        const float own = (m[i] * k.unbias1) / (std::sqrt(v[i] * k.unbias2) + k.eps);
+        w[chunk.offset + i - chunk.start] = OWN ? own : own * k.own + c[i] * k.shared;
     }
 }
 
-template <typename Phi>
-void update(const Tensors& t, const Chunk& chunk, const float* __restrict s, Phi phi) {
+// Leaves the scores in w where they are to be kept.
+template <bool OWN, bool KEEP, typename Phi>
+void update(const Tensors& t, const Chunk& chunk, float* __restrict w, Phi phi) {
     const Scalars k = t.k;
-    const float* __restrict m = t.m; const float* __restrict v = t.v; const float* __restrict c = t.correction;
+    const float* __restrict g = t.g; const float* __restrict c = t.correction;
     float* __restrict p = t.p;
     for (int64_t i = chunk.start; i < chunk.end; i++) {
-        float own;
-        const float u = direction(m[i], v[i], c[i], k, own);
         const int64_t j = chunk.offset + i - chunk.start;
-        p[i] = p[i] * k.decay - (u * phi(s[j], j)) * k.lr;
+        const float u = OWN ? w[j] * k.own + c[i] * k.shared : w[j];
+        const float score = w[j] * g[i];
+        p[i] = p[i] * k.decay - (u * phi(score, j)) * k.lr;
+        if (KEEP) w[j] = score;
     }
 }
 
@@ -85,120 +88,186 @@ inline float value(uint32_t key) {
     return x;
 }
 
-uint32_t largest(std::vector<uint32_t>& keys, int64_t rank) {  // 1 is the largest
-    std::nth_element(keys.begin(), keys.begin() + (rank - 1), keys.end(), std::greater<uint32_t>());
+// The one of that rank, 1 is the largest, where all from `first` on are below those before it.
+uint32_t largest(std::vector<uint32_t>& keys, int64_t rank, int64_t first = 0) {
+    std::nth_element(keys.begin() + first, keys.begin() + (rank - 1), keys.end(), std::greater<uint32_t>());
     return keys[rank - 1];
 }
 
-// The k-th largest of n scores, 0 < k < n, exactly: a sample brackets it, one pass counts what is above the bracket and
-// gathers what is in it (Floyd and Rivest 1975), and the gathered decide.
-Trusted select(const float* s, int64_t n, int64_t k, int threads) {
-    const int64_t size = std::min(n, SAMPLE);
+// Counts in `above` what is not at most `high`, puts what is from `low` to `high` into `between`, and gives its size.
+int64_t sift(const float* s, int64_t n, float low, float high, int64_t& above, float* between) {
+    int64_t i = 0, kept = 0;
+#ifdef __AVX512F__
+    const __m512 lows = _mm512_set1_ps(low), highs = _mm512_set1_ps(high);
+    for (; i + 16 <= n; i += 16) {
+        const __m512 x = _mm512_loadu_ps(s + i);
+        const __mmask16 over = _mm512_cmp_ps_mask(x, highs, _CMP_NLE_UQ);
+        const __mmask16 in = _mm512_mask_cmp_ps_mask(~over, x, lows, _CMP_GE_OQ);
+        above += __builtin_popcount(over);
+        if (in) {
+            _mm512_storeu_ps(between + kept, _mm512_maskz_compress_ps(in, x));
+            kept += __builtin_popcount(in);
+        }
+    }
+#endif
+    for (; i < n; i++) {
+        above += !(s[i] <= high);
+        between[kept] = s[i];
+        kept += (s[i] >= low) & (s[i] <= high);
+    }
+    return kept;
+}
+
+// The scores of some chunks, which are never all in memory: w times g.
+struct Scores {
+    const std::vector<Tensors>& tensors; const Chunk* chunks; int64_t count; const float* w;
+
+    int64_t first() const { return chunks[0].offset; }
+    int64_t size() const { return end_of(chunks[count - 1]) - first(); }
+    const float* gradient(const Chunk& chunk) const { return tensors[chunk.tensor].g + chunk.start - chunk.offset; }
+};
+
+// So many scores from equal stretches of the vector, a pseudorandom one of each: rows and columns have no say in it.
+std::vector<uint32_t> sample(const Scores& scores, int64_t size) {
     std::vector<uint32_t> keys(size);
-    for (int64_t i = 0; i < size; i++) keys[i] = key(s[i * n / size]);
+    const int64_t n = scores.size();
+    const Chunk* chunk = scores.chunks;
+    uint64_t random = 1;
+    for (int64_t i = 0; i < size; i++) {
+        const int64_t begin = i * n / size, end = (i + 1) * n / size;
+        random = random * 6364136223846793005u + 1442695040888963407u;
+        const int64_t j = scores.first() + begin + int64_t((random >> 33) % uint64_t(end - begin));
+        while (j >= end_of(*chunk)) chunk++;
+        keys[i] = key(scores.w[j] * scores.gradient(*chunk)[j]);
+    }
+    return keys;
+}
+
+// The k-th largest of n scores, 0 < k < n, exactly: a sample brackets it, one pass counts what is above the bracket and
+// gathers what is in it (Floyd and Rivest 1975), and the gathered decide. A sample of n^(2/3) is as
+// much work as they are.
+Trusted select(const Scores& scores, int64_t k, int threads) {
+    const int64_t n = scores.size();
     float low = -INFINITY, high = INFINITY;
-    if (size < n) {
+    if (n > CHUNK) {
+        const int64_t size = std::cbrt(double(n)) * std::cbrt(double(n));
+        std::vector<uint32_t> keys = sample(scores, size);
         const double share = double(k) / double(n);
         const int64_t middle = int64_t(share * size);
         const int64_t reach = int64_t(4 * std::sqrt(size * share * (1 - share))) + 4;
-        if (middle - reach >= 1) high = value(largest(keys, middle - reach));
-        if (middle + reach <= size) low = value(largest(keys, middle + reach));
+        const int64_t upper = std::max(middle - reach, int64_t(0));
+        if (upper >= 1) high = value(largest(keys, upper));
+        if (middle + reach <= size) low = value(largest(keys, middle + reach, upper));
     }
     int64_t above = 0;
-    if (size < n) {
-        for (bool again = true; again;) {
-            again = false;
-            above = 0;
-            keys.clear();
-            const int64_t chunks = (n + CHUNK - 1) / CHUNK;
-            #pragma omp parallel num_threads(threads)
-            {
-                std::vector<uint32_t> mine;
-                std::vector<float> gathered(CHUNK);
-                int64_t count = 0;
-                #pragma omp for schedule(static)
-                for (int64_t chunk = 0; chunk < chunks; chunk++) {
-                    const int64_t end = std::min(n, (chunk + 1) * CHUNK);
-                    int64_t kept = 0;
-                    for (int64_t i = chunk * CHUNK; i < end; i++) {
-                        const float x = s[i];
-                        count += !(x <= high);
-                        gathered[kept] = x;
-                        kept += (x >= low) & (x <= high);
-                    }
-                    for (int64_t i = 0; i < kept; i++) mine.push_back(key(gathered[i]));
-                }
-                #pragma omp critical
-                {
-                    above += count;
-                    keys.insert(keys.end(), mine.begin(), mine.end());
+    std::vector<uint32_t> keys;
+    for (bool again = true; again;) {
+        again = false;
+        above = 0;
+        keys.clear();
+        #pragma omp parallel num_threads(threads)
+        {
+            std::vector<uint32_t> mine;
+            float piece[PIECE], between[PIECE + 16];
+            int64_t over = 0;
+            #pragma omp for schedule(static)
+            for (int64_t c = 0; c < scores.count; c++) {
+                const Chunk& chunk = scores.chunks[c];
+                const float* g = scores.gradient(chunk);
+                const int64_t end = end_of(chunk);
+                for (int64_t start = chunk.offset; start < end; start += PIECE) {
+                    const int64_t length = std::min(PIECE, end - start);
+                    for (int64_t i = 0; i < length; i++) piece[i] = scores.w[start + i] * g[start + i];
+                    const int64_t kept = sift(piece, length, low, high, over, between);
+                    for (int64_t i = 0; i < kept; i++) mine.push_back(key(between[i]));
                 }
             }
-            if ((k <= above || k > above + int64_t(keys.size())) && !(low == -INFINITY && high == INFINITY)) {
-                low = -INFINITY;  // the sample was misleading
-                high = INFINITY;
-                again = true;
+            #pragma omp critical
+            {
+                above += over;
+                keys.insert(keys.end(), mine.begin(), mine.end());
             }
         }
-        if (k <= above) return {NAN, n};  // more NaN than places: nothing compares, nothing is trusted
+        if ((k <= above || k > above + int64_t(keys.size())) && !(low == -INFINITY && high == INFINITY)) {
+            low = -INFINITY;  // the sample was misleading
+            high = INFINITY;
+            again = true;
+        }
     }
+    if (k <= above) return {NAN, scores.first() + n};  // more NaN than places: nothing compares, nothing is trusted
     const uint32_t threshold = largest(keys, k - above);
     int64_t places = k - above, ties = 0;
     for (uint32_t x : keys) { places -= x > threshold; ties += x == threshold; }
     const float limit = value(threshold);
-    if (places == ties || limit != limit) return {limit, n};
-    int64_t i = 0;
-    for (; places > 0 && i < n; i++) places -= s[i] == limit;
-    return {limit, i - 1};
+    if (places == ties || limit != limit) return {limit, scores.first() + n};
+    int64_t j = scores.first();
+    for (int64_t c = 0; places > 0; c++) {
+        const Chunk& chunk = scores.chunks[c];
+        const float* g = scores.gradient(chunk);
+        for (; places > 0 && j < end_of(chunk); j++) places -= scores.w[j] * g[j] == limit;
+    }
+    return {limit, j - 1};
 }
 
-}  // namespace
-
-extern "C" void act_adamw_step(
-    int64_t tensors, float** p, const float** g, float** m, float** v, const float** correction, const int64_t* n,
-    const float* scalars, const int64_t* trusted, bool each_tensor, bool own_score, float alpha, float gamma, float* s,
-    int threads
+template <bool OWN, bool KEEP>
+void step(
+    const std::vector<Tensors>& tensors, const std::vector<Chunk>& chunks, const int64_t* trusted, bool each_tensor,
+    float alpha, float gamma, float* w, int threads
 ) {
-    std::vector<Tensors> all(tensors);
-    std::vector<Chunk> chunks;
-    std::vector<int64_t> offsets(tensors + 1, 0);
-    for (int64_t t = 0; t < tensors; t++) {
-        all[t] = {p[t], g[t], m[t], v[t], correction[t], n[t], {}};
-        std::memcpy(&all[t].k, scalars + 11 * t, sizeof(Scalars));
-        offsets[t + 1] = offsets[t] + n[t];
-        for (int64_t start = 0; start < n[t]; start += CHUNK)
-            chunks.push_back({t, start, std::min(n[t], start + CHUNK), offsets[t] + start});
-    }
     const int64_t count = chunks.size();
-
     #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t c = 0; c < count; c++) moments_and_scores(all[chunks[c].tensor], chunks[c], own_score, s);
+    for (int64_t c = 0; c < count; c++) moments<OWN>(tensors[chunks[c].tensor], chunks[c], w);
 
-    const int64_t vectors = each_tensor ? tensors : 1;
-    std::vector<Trusted> selected(vectors);
-    for (int64_t t = 0; t < vectors; t++) {
-        const int64_t size = each_tensor ? n[t] : offsets[tensors];
-        if (trusted[t] == 0) selected[t] = {NAN, size};
-        else if (trusted[t] == size) selected[t] = {-INFINITY, size};
-        else selected[t] = select(s + (each_tensor ? offsets[t] : 0), size, trusted[t], threads);
+    const auto vector_of = [=](const Chunk& chunk) { return each_tensor ? chunk.tensor : 0; };
+    std::vector<Trusted> selected(tensors.size());
+    for (int64_t begin = 0, end; begin < count; begin = end) {
+        const int64_t vector = vector_of(chunks[begin]);
+        for (end = begin + 1; end < count && vector_of(chunks[end]) == vector;) end++;
+        const Scores scores{tensors, &chunks[begin], end - begin, w};
+        const int64_t k = trusted[vector], n = scores.size();
+        if (k == 0) selected[vector] = {NAN, scores.first() + n};
+        else if (k < n) selected[vector] = select(scores, k, threads);
+        else selected[vector].all = true;
     }
 
     #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t c = 0; c < count; c++) {
         const Chunk& chunk = chunks[c];
-        const Trusted& chosen = selected[each_tensor ? chunk.tensor : 0];
-        const int64_t size = each_tensor ? n[chunk.tensor] : offsets[tensors];
-        const int64_t last = chosen.last + (each_tensor ? offsets[chunk.tensor] : 0);
-        const float limit = chosen.threshold;
-        if (trusted[each_tensor ? chunk.tensor : 0] == size)
-            update(all[chunk.tensor], chunk, s, [=](float, int64_t) { return alpha; });
-        else if (chosen.last == size)
-            update(all[chunk.tensor], chunk, s, [=](float score, int64_t) { return score >= limit ? alpha : gamma; });
+        const Tensors& t = tensors[chunk.tensor];
+        const Trusted& which = selected[vector_of(chunk)];
+        const float limit = which.threshold;
+        const int64_t last = which.last;
+        if (which.all)
+            update<OWN, KEEP>(t, chunk, w, [=](float, int64_t) { return alpha; });
+        else if (last >= end_of(chunk))
+            update<OWN, KEEP>(t, chunk, w, [=](float score, int64_t) { return score >= limit ? alpha : gamma; });
         else
-            update(all[chunk.tensor], chunk, s, [=](float score, int64_t i) {
-                return (score > limit) | ((score == limit) & (i <= last)) ? alpha : gamma;
+            update<OWN, KEEP>(t, chunk, w, [=](float score, int64_t j) {
+                return (score > limit) | ((score == limit) & (j <= last)) ? alpha : gamma;
             });
     }
+}
+
+}  // namespace
+
+extern "C" void act_adamw_step(
+    int64_t count, float** p, const float** g, float** m, float** v, const float** correction, const int64_t* n,
+    const float* scalars, const int64_t* trusted, bool each_tensor, bool own_score, bool keep_scores, float alpha,
+    float gamma, float* w, int threads
+) {
+    std::vector<Tensors> tensors(count);
+    std::vector<Chunk> chunks;
+    int64_t offset = 0;
+    for (int64_t t = 0; t < count; t++) {
+        tensors[t] = {p[t], g[t], m[t], v[t], correction[t], {}};
+        std::memcpy(&tensors[t].k, scalars + 11 * t, sizeof(Scalars));
+        for (int64_t start = 0; start < n[t]; start += CHUNK)
+            chunks.push_back({t, start, std::min(n[t], start + CHUNK), offset + start});
+        offset += n[t];
+    }
+    const auto way = own_score ? (keep_scores ? step<true, true> : step<true, false>)
+                               : (keep_scores ? step<false, true> : step<false, false>);
+    way(tensors, chunks, trusted, each_tensor, alpha, gamma, w, threads);
 }
 """
 
@@ -226,9 +295,10 @@ class CpuKernel:
         trusted: Sequence[int],
         each_tensor: bool,
         own_score: bool,
+        keep_scores: bool,
         alpha: float,
         gamma: float,
-        scores: Tensor,
+        scratch: Tensor,
     ) -> None:
         """One step, in place.
 
@@ -243,8 +313,8 @@ class CpuKernel:
             How many scores of all are trusted, or of each tensor with ``each_tensor``.
         own_score : bool
             Whether the direction without the correction is scored.
-        scores : Tensor
-            Of shape (d,), is overwritten.
+        scratch : Tensor
+            Of shape (d,), is overwritten: with ``keep_scores`` by the scores.
         """
         n = len(tensors)
         pointers = [(ctypes.c_void_p * n)(*(t.data_ptr() for t in each)) for each in zip(*tensors, strict=True)]
@@ -252,8 +322,8 @@ class CpuKernel:
         flat = (ctypes.c_float * (SCALARS * n))(*(x for of in scalars for x in of))
         self._step(
             ctypes.c_int64(n), *pointers, sizes, flat, (ctypes.c_int64 * len(trusted))(*trusted),
-            ctypes.c_bool(each_tensor), ctypes.c_bool(own_score), ctypes.c_float(alpha), ctypes.c_float(gamma),
-            ctypes.c_void_p(scores.data_ptr()), ctypes.c_int(torch.get_num_threads()),
+            ctypes.c_bool(each_tensor), ctypes.c_bool(own_score), ctypes.c_bool(keep_scores), ctypes.c_float(alpha),
+            ctypes.c_float(gamma), ctypes.c_void_p(scratch.data_ptr()), ctypes.c_int(torch.get_num_threads()),
         )  # fmt: skip
 
 

@@ -179,7 +179,7 @@ class ActAdamW(Optimizer):
         self.scores: Tensor | None = None
         self.compiled = True  # where it can be; the bits are the same
         self.path = ""  # which way the last step went: "C++" or "PyTorch"
-        self._scores: Tensor | None = None  # the kernel's vector, kept from step to step
+        self._scratch: Tensor | None = None  # the kernel's vector, kept from step to step
         _check(0 <= tau <= 1, "tau", tau, "[0, 1]")
         _check(self.alpha >= 0, "alpha", self.alpha, "0 or more")
         _check(self.gamma >= 0, "gamma", self.gamma, "0 or more")
@@ -240,8 +240,9 @@ class ActAdamW(Optimizer):
         step = max((self.state[p]["step"] for p, _, _ in active), default=0)
         kernel = cpu_kernel() if self.compiled and _fits_kernel(active, self.state) else None
         self.path = "C++" if kernel else "PyTorch"
-        scores = self._compiled_step(kernel, active) if kernel else self._plain_step(active)
-        self.scores = scores if active and step == self.keep_scores_at else None
+        keep = bool(active) and step == self.keep_scores_at
+        scores = self._compiled_step(kernel, active, keep) if kernel else self._plain_step(active)
+        self.scores = scores if keep else None
         return loss
 
     def _scalars(self, p: Tensor, group: dict[str, Any]) -> tuple[float, ...]:
@@ -251,11 +252,13 @@ class ActAdamW(Optimizer):
         decay, rho = 1 - lr * group["weight_decay"], group["rho"]
         return beta1, 1 - beta1, beta2, 1 - beta2, unbias1, unbias2, group["eps"], 1 - rho, rho, decay, lr
 
-    def _compiled_step(self, kernel: CpuKernel, active: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> Tensor:
-        """The step in three passes over memory. Gives the scores."""
+    def _compiled_step(
+        self, kernel: CpuKernel, active: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], keep_scores: bool
+    ) -> Tensor:
+        """The step in three passes over memory. Gives the scores if they are to be kept."""
         d = sum(p.numel() for p, _, _ in active)
-        if self._scores is None or self._scores.numel() != d:
-            self._scores = torch.empty(d)
+        if self._scratch is None or self._scratch.numel() != d:
+            self._scratch = torch.empty(d)
         each_tensor = self.scope == "tensor"
         sizes = [p.numel() for p, _, _ in active] if each_tensor else [d]
         kernel.step(
@@ -264,11 +267,12 @@ class ActAdamW(Optimizer):
             [_trusted(self.tau, size) for size in sizes],
             each_tensor,
             self.score == "local",
+            keep_scores,
             self.alpha,
             self.gamma,
-            self._scores,
+            self._scratch,
         )
-        return self._scores
+        return self._scratch
 
     def _plain_step(self, active: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> Tensor:
         """The same, with PyTorch's operations, to the same bits: each of them rounds once. Gives the scores."""

@@ -119,7 +119,7 @@ class FashionMnist(ImageTask):
     summary = "Fashion-MNIST, 28x28 grey, 10 classes, 60,000 + 10,000 images"
     spec = ImageSpec("zalando-datasets/fashion_mnist", "image", "label", ("train", "test"), (1, 28, 28), 10)
     mean, std = (0.2860,), (0.3530,)
-    models: Sequence[str] = ("small_vit", "small_cnn", "vit_tiny", "swin_lite", "resnet18")
+    models: Sequence[str] = ("small_vit", "small_cnn", "vit_tiny", "swin_lite", "resnet18", "mlp")
     defaults: Mapping[str, Defaults] = {
         **ImageTask.defaults,
         "adamw": {"lr": 1e-3, "weight_decay": 0.01},
