@@ -15,7 +15,7 @@ from flwr.common import log
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from clients.device import memory_errors_explained, prepare_device
+from clients.device import memory_errors_explained, prepare_device, seed_draws
 from clients.diagnostics import positive_score_ratio, top_score_mass
 from clients.local_round import LocalRound
 from clients.methods import CLIENT_METHODS, keeps
@@ -86,7 +86,7 @@ class FedClient(NumPyClient):
         started = time.perf_counter()
         settings, method = self.settings, CLIENT_METHODS[self.settings.method]
         # for what draws while training, e.g. crops and dropout: not the numbers that order the data
-        torch.manual_seed(derive_seed(config[wire.SEED], "draws"))
+        seed_draws(self.device, derive_seed(config[wire.SEED], "draws"))
         model = parameters[wire.MODEL]
         load_state(self.model, model)
         trainable = dict(trainable_parameters(self.model))
@@ -156,7 +156,7 @@ class FedClient(NumPyClient):
             moved = new - parameters[wire.MODEL][name] if tensor.is_floating_point() else new.copy()
             returned[wire.DELTA][name] = np.asarray(moved)
         for record, named in returned.items():
-            if odd := [name for name, array in named.items() if not np.isfinite(array).all()]:
+            if odd := [name for name, array in named.items() if not wire.all_finite(array)]:
                 raise NonFinite(f"{record} {odd[0]} is not finite after {steps} steps{WHAT_HELPS}")
         if keeps(settings):
             new_state = dict(finished.kept)

@@ -39,6 +39,18 @@ def prepare_device(device: str, threads: int) -> torch.device:
     return torch.device(device)
 
 
+def seed_draws(device: torch.device, seed: int) -> None:
+    """Seed what draws on the CPU and on ``device``.
+
+    `torch.manual_seed` seeds every kind of device that there is: a millisecond, and a list that grows.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
+
+
 def spare_dynamo() -> None:
     """Keep torch's optimizers from importing torch._dynamo, which takes seconds, to tell it to leave them alone.
 

@@ -8,7 +8,6 @@ from flwr.app import ArrayRecord, ConfigRecord
 from numpy.typing import NDArray
 
 from strategies import wire
-from strategies.aggregation import linear_combination
 from strategies.federated import FederatedStrategy
 from strategies.reply import Reply
 from strategies.wire import Vectors
@@ -77,7 +76,9 @@ class FedAdamW(FederatedStrategy):
         per_step, steps = mean.get(wire.CORRECTION), 1
         if per_step is None:
             per_step, steps = mean[wire.DELTA], self.settings.local_steps
-        self.state[wire.CORRECTION] = linear_combination([-1 / (steps * lr)], [self.parameters(per_step)])
+        self.state[wire.CORRECTION] = {
+            name: np.asarray(array / array.dtype.type(-steps * lr)) for name, array in self.parameters(per_step).items()
+        }
         self.state[wire.SECOND_MOMENT] = mean[wire.SECOND_MOMENT]
         self.move(mean[wire.DELTA])
 

@@ -523,12 +523,13 @@ class FederatedStrategy(Strategy):
 
 def _non_finite(records: Mapping[str, Vectors]) -> str | None:
     """The first record and tensor that has an entry that is not finite."""
-    each = (f"{record} {name}" for record, vectors in records.items() for name, a in vectors.items() if not _finite(a))
+    each = (
+        f"{record} {name}"
+        for record, vectors in records.items()
+        for name, a in vectors.items()
+        if not wire.all_finite(a)
+    )
     return next(each, None)
-
-
-def _finite(array: NDArray) -> bool:
-    return bool(np.isfinite(array).all())
 
 
 def _weighted_metrics(metrics: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:

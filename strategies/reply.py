@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
 from strategies import wire
@@ -74,7 +73,7 @@ def read_reply(
         _check_vector(name, vector, like)
         vectors[name] = vector
     for name, array in vectors.get(wire.SECOND_MOMENT, {}).items():
-        if (array < 0).any():
+        if array.min(initial=0) < 0:
             raise BadReply(f"{wire.SECOND_MOMENT} {name} has negative entries")
     return Reply(
         partition=partition,
@@ -112,7 +111,7 @@ def _check_vector(record: str, vector: Vectors, like: Vectors) -> None:
             raise BadReply(
                 f"{record} {name} is {array.dtype}{list(array.shape)}, not {wanted.dtype}{list(wanted.shape)}"
             )
-        if not np.isfinite(array).all():
+        if not wire.all_finite(array):
             raise BadReply(f"{record} {name} has non-finite entries")
 
 
