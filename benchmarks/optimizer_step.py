@@ -90,8 +90,8 @@ def synchronize(device: str) -> None:
 
 def peak_of(optimizer: Optimizer, device: str) -> float:
     """The most bytes that a step takes beside what is there before it, and the vector that ACT-AdamW keeps."""
-    kept = getattr(optimizer, "_scratch", None)
-    kept = 0 if kept is None else kept.nbytes
+    kernel = cpu_kernel()
+    kept = kernel.scratch_bytes if kernel and isinstance(optimizer, ActAdamW) and optimizer.compiled else 0
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -13,6 +13,7 @@ import platform
 import shlex
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -281,12 +282,25 @@ FLAGS = (
 log = logging.getLogger(__name__)
 
 
+class Scratch(threading.local):
+    """A vector for each thread, kept from step to step and client to client: new memory costs as much as filling it."""
+
+    def __init__(self) -> None:
+        self.vector = torch.empty(0)
+
+
 class CpuKernel:
     """The compiled step."""
 
     def __init__(self, path: Path) -> None:
         self._step = ctypes.CDLL(str(path)).act_adamw_step
         self._step.restype = None
+        self._memory = Scratch()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What it keeps of memory, as much as the vector of the last step."""
+        return self._memory.vector.nbytes
 
     def step(
         self,
@@ -298,9 +312,8 @@ class CpuKernel:
         keep_scores: bool,
         alpha: float,
         gamma: float,
-        scratch: Tensor,
-    ) -> None:
-        """One step, in place.
+    ) -> Tensor | None:
+        """One step, in place. Gives the scores, shape (d,), if they are to be kept.
 
         Parameters
         ----------
@@ -313,10 +326,12 @@ class CpuKernel:
             How many scores of all are trusted, or of each tensor with ``each_tensor``.
         own_score : bool
             Whether the direction without the correction is scored.
-        scratch : Tensor
-            Of shape (d,), is overwritten: with ``keep_scores`` by the scores.
         """
         n = len(tensors)
+        d = sum(each[0].numel() for each in tensors)
+        if self._memory.vector.numel() != d:
+            self._memory.vector = torch.empty(d)
+        scratch = self._memory.vector
         pointers = [(ctypes.c_void_p * n)(*(t.data_ptr() for t in each)) for each in zip(*tensors, strict=True)]
         sizes = (ctypes.c_int64 * n)(*(each[0].numel() for each in tensors))
         flat = (ctypes.c_float * (SCALARS * n))(*(x for of in scalars for x in of))
@@ -325,6 +340,7 @@ class CpuKernel:
             ctypes.c_bool(each_tensor), ctypes.c_bool(own_score), ctypes.c_bool(keep_scores), ctypes.c_float(alpha),
             ctypes.c_float(gamma), ctypes.c_void_p(scratch.data_ptr()), ctypes.c_int(torch.get_num_threads()),
         )  # fmt: skip
+        return scratch.clone() if keep_scores else None
 
 
 @cache

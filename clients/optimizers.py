@@ -179,7 +179,6 @@ class ActAdamW(Optimizer):
         self.scores: Tensor | None = None
         self.compiled = True  # where it can be; the bits are the same
         self.path = ""  # which way the last step went: "C++" or "PyTorch"
-        self._scratch: Tensor | None = None  # the kernel's vector, kept from step to step
         _check(0 <= tau <= 1, "tau", tau, "[0, 1]")
         _check(self.alpha >= 0, "alpha", self.alpha, "0 or more")
         _check(self.gamma >= 0, "gamma", self.gamma, "0 or more")
@@ -254,25 +253,20 @@ class ActAdamW(Optimizer):
 
     def _compiled_step(
         self, kernel: CpuKernel, active: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], keep_scores: bool
-    ) -> Tensor:
+    ) -> Tensor | None:
         """The step in three passes over memory. Gives the scores if they are to be kept."""
-        d = sum(p.numel() for p, _, _ in active)
-        if self._scratch is None or self._scratch.numel() != d:
-            self._scratch = torch.empty(d)
         each_tensor = self.scope == "tensor"
-        sizes = [p.numel() for p, _, _ in active] if each_tensor else [d]
-        kernel.step(
+        sizes = [p.numel() for p, _, _ in active]
+        return kernel.step(
             [(p, g, *(self.state[p][name] for name in ("m", "v", "correction"))) for p, g, _ in active],
             [self._scalars(p, group) for p, _, group in active],
-            [_trusted(self.tau, size) for size in sizes],
+            [_trusted(self.tau, size) for size in (sizes if each_tensor else [sum(sizes)])],
             each_tensor,
             self.score == "local",
             keep_scores,
             self.alpha,
             self.gamma,
-            self._scratch,
         )
-        return self._scratch
 
     def _plain_step(self, active: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> Tensor:
         """The same, with PyTorch's operations, to the same bits: each of them rounds once. Gives the scores."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from clients.client import FedClient
-from clients.device import prepare_device, require_compiler, spare_dynamo
+from clients.device import keep_freed_memory, prepare_device, require_compiler, spare_dynamo
 from clients.methods import keeps
 from clients.optimizers import StabilityWarning
 from clients.training import num_examples, take
@@ -94,6 +94,7 @@ class _Workplace:
     """What the clients of one process share in one run: the split, a scratch model, and each client's data."""
 
     def __init__(self, settings: Settings, cache: str) -> None:
+        keep_freed_memory()
         self.settings = settings
         self.cache = ExampleCache(Path(cache).expanduser() if cache else None, settings)
         self.task = TASKS[settings.task].configured(settings)

@@ -1,6 +1,5 @@
 """How the training data is split among the clients."""
 
-import warnings
 from typing import Literal
 
 import numpy as np
@@ -105,47 +104,41 @@ def label_histograms(parts: list[NDArray], labels: NDArray) -> NDArray:
 
 
 def _draw(settings: SplitSettings, labels: NDArray, entropy: list[int]) -> list[NDArray]:
+    """One split. "dirichlet", "iid" and "by_class" are those of flwr-datasets' partitioners, to the example.
+
+    Those read labels row by row, and take seconds to import and for each draw of 50,000 examples; a strong skew needs
+    tens of draws, and every client process repeats them.
+    """
     if settings.split == "natural":
         owner = np.unique(labels, return_inverse=True)[1] % settings.clients
         return [np.flatnonzero(owner == client) for client in range(settings.clients)]
     generator = np.random.default_rng(entropy)
-    order = generator.permutation(len(labels))  # data sets are often sorted, and "iid" takes every n-th example
+    order = generator.permutation(len(labels))  # data sets are often sorted
     if settings.split == "dirichlet_priors":
         return _by_priors(settings, labels[order], order, generator)
-    seed = int(generator.integers(2**31))
     if settings.split == "dirichlet":
-        return _by_classes(settings, labels[order], order, np.random.default_rng(seed))
-
-    # flwr_datasets brings pandas and matplotlib; only who splits this way waits for them
-    from datasets import Dataset
-    from flwr_datasets.partitioner import IidPartitioner, PathologicalPartitioner
-
-    if settings.split == "iid":
-        partitioner = IidPartitioner(settings.clients)
-    else:
-        partitioner = PathologicalPartitioner(
-            settings.clients,
-            "label",
-            settings.classes_per_client,
-            class_assignment_mode="deterministic",
-            seed=seed,
-        )
-    partitioner.dataset = Dataset.from_dict({"index": order, "label": labels[order]})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return [
-            np.sort(np.asarray(partitioner.load_partition(i)["index"], dtype=np.int64)) for i in range(settings.clients)
-        ]
+        seed = int(generator.integers(2**31))
+        return _by_proportions(settings, labels[order], order, np.random.default_rng(seed))
+    if settings.split == "by_class":
+        return _by_class(settings, labels[order], order)
+    return [np.sort(part) for part in np.array_split(order, settings.clients)]
 
 
-def _by_classes(
+def _by_class(settings: SplitSettings, labels: NDArray, indices: NDArray) -> list[NDArray]:
+    """Whole classes, each in equal parts for its owners."""
+    parts: list[list[NDArray]] = [[] for _ in range(settings.clients)]
+    classes, clients = np.unique(labels), np.arange(settings.clients)
+    for i, c in enumerate(classes):
+        owners = clients[(i - clients) % len(classes) < settings.classes_per_client]
+        for owner, piece in zip(owners, np.array_split(indices[labels == c], len(owners)), strict=True):
+            parts[owner].append(piece)
+    return [np.sort(np.concatenate(part)) for part in parts]
+
+
+def _by_proportions(
     settings: SplitSettings, labels: NDArray, indices: NDArray, generator: np.random.Generator
 ) -> list[NDArray]:
-    """Each class in Dirichlet proportions: the split of Flower's DirichletPartitioner, to the example.
-
-    That one reads labels row by row, which takes seconds for a draw of 50,000 examples; a strong skew needs tens of
-    draws, and every client process repeats them.
-    """
+    """Each class in Dirichlet proportions."""
     parts: list[list[NDArray]] = [[] for _ in range(settings.clients)]
     for c in np.unique(labels):
         members = indices[labels == c]

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from datasets import Dataset
-from flwr_datasets.partitioner import DirichletPartitioner
+from flwr_datasets.partitioner import DirichletPartitioner, IidPartitioner, PathologicalPartitioner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -104,6 +104,19 @@ def test_dirichlet_is_flowers_own_split() -> None:
     parts = split_indices(make(clients=100, dirichlet_alpha=0.6, min_samples=1), labels, 3)
     for i in (0, 1, 50, 99):
         assert parts[i].tolist() == sorted(partitioner.load_partition(i)["index"])
+
+
+@pytest.mark.parametrize("clients", [3, 100])
+def test_iid_and_by_class_are_flowers_own_splits(clients: int) -> None:
+    labels = np.random.default_rng(0).integers(0, 10, 5000)
+    order = np.random.default_rng([3, 0]).permutation(5000)
+    by_class = PathologicalPartitioner(clients, "label", 8, class_assignment_mode="deterministic", shuffle=False)
+    for split, partitioner in (("iid", IidPartitioner(clients)), ("by_class", by_class)):
+        partitioner.dataset = Dataset.from_dict({"index": order, "label": labels[order]})
+        own = {"clients": clients, "split": split, "classes_per_client": 8, "min_samples": 1}
+        parts = split_indices(make(**own), labels, 3)
+        for i in range(0, clients, 7):
+            assert parts[i].tolist() == sorted(partitioner.load_partition(i)["index"])
 
 
 def test_min_samples_is_kept_by_redrawing() -> None:
