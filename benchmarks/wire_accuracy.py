@@ -76,7 +76,7 @@ def main() -> None:
             )
             values = [100 * end["accuracy"] for end in ends]
             differences = [value - 100 * end["accuracy"] for value, end in zip(values, plain, strict=True)]
-            down, up = (ends[0][key] / moved for key in ("bytes_sent", "bytes_received"))
+            down, up = (ends[0].get(key, float("nan")) / moved for key in ("bytes_sent", "bytes_received"))
             cells += [f"{down:.2f} + {up:.2f}", spread(values), f"{statistics.mean(differences):+.1f}"]
         print(f"| {variant} | " + " | ".join(cells) + " |")
 

@@ -103,10 +103,10 @@ class FedClient(NumPyClient):
         state = ClientState(Path(config[wire.STATE_FOLDER]), config[wire.PARTITION])
         kept = state.load(config[wire.FOLDED], dict.fromkeys(needs, trainable))
         if derives:
-            before = dict(zip(trainable, kept[wire.MODEL], strict=True))
+            size = np.float32(config[wire.STEP_SIZE])
             message[wire.CORRECTION] = {
-                name: (x.numpy(force=True) - model[name]) / np.float32(config[wire.STEP_SIZE])
-                for name, x in before.items()
+                name: np.asarray((before.numpy(force=True) - model[name]) / size)
+                for name, before in zip(trainable, kept.pop(wire.MODEL), strict=True)
             }
         local = LocalRound(
             trainable=trainable,

@@ -26,6 +26,7 @@ SOURCE = r"""
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <vector>
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -95,16 +96,23 @@ uint32_t largest(std::vector<uint32_t>& keys, int64_t rank, int64_t first = 0) {
     return keys[rank - 1];
 }
 
-// Counts in `above` what is not at most `high`, puts what is from `low` to `high` into `between`, and gives its size.
-int64_t sift(const float* s, int64_t n, float low, float high, int64_t& above, float* between) {
+// How many scores are above the bracket (NaN among them), and at each of its ends: of those there may be very many, as
+// where gradients are 0.
+struct Counts { int64_t above = 0, high = 0, low = 0; };
+
+// Counts, puts what is strictly between `low` and `high` into `between`, and gives how many those are.
+int64_t sift(const float* s, int64_t n, float low, float high, Counts& counts, float* between) {
     int64_t i = 0, kept = 0;
 #ifdef __AVX512F__
     const __m512 lows = _mm512_set1_ps(low), highs = _mm512_set1_ps(high);
     for (; i + 16 <= n; i += 16) {
         const __m512 x = _mm512_loadu_ps(s + i);
-        const __mmask16 over = _mm512_cmp_ps_mask(x, highs, _CMP_NLE_UQ);
-        const __mmask16 in = _mm512_mask_cmp_ps_mask(~over, x, lows, _CMP_GE_OQ);
-        above += __builtin_popcount(over);
+        const __mmask16 under = _mm512_cmp_ps_mask(x, highs, _CMP_LT_OQ);
+        const __mmask16 top = _mm512_cmp_ps_mask(x, highs, _CMP_EQ_OQ);
+        const __mmask16 in = _mm512_mask_cmp_ps_mask(under, x, lows, _CMP_GT_OQ);
+        counts.above += 16 - __builtin_popcount(under | top);
+        counts.high += __builtin_popcount(top);
+        counts.low += __builtin_popcount(_mm512_mask_cmp_ps_mask(under, x, lows, _CMP_EQ_OQ));
         if (in) {
             _mm512_storeu_ps(between + kept, _mm512_maskz_compress_ps(in, x));
             kept += __builtin_popcount(in);
@@ -112,9 +120,11 @@ int64_t sift(const float* s, int64_t n, float low, float high, int64_t& above, f
     }
 #endif
     for (; i < n; i++) {
-        above += !(s[i] <= high);
+        counts.above += !(s[i] <= high);
+        counts.high += s[i] == high;
+        counts.low += (s[i] == low) & (s[i] < high);
         between[kept] = s[i];
-        kept += (s[i] >= low) & (s[i] <= high);
+        kept += (s[i] > low) & (s[i] < high);
     }
     return kept;
 }
@@ -160,17 +170,16 @@ Trusted select(const Scores& scores, int64_t k, int threads) {
         if (upper >= 1) high = value(largest(keys, upper));
         if (middle + reach <= size) low = value(largest(keys, middle + reach, upper));
     }
-    int64_t above = 0;
-    std::vector<uint32_t> keys;
-    for (bool again = true; again;) {
-        again = false;
-        above = 0;
+    std::vector<uint32_t> keys;  // of those between
+    Counts counts;
+    for (;;) {
         keys.clear();
+        counts = {};
         #pragma omp parallel num_threads(threads)
         {
             std::vector<uint32_t> mine;
             float piece[PIECE], between[PIECE + 16];
-            int64_t over = 0;
+            Counts count;
             #pragma omp for schedule(static)
             for (int64_t c = 0; c < scores.count; c++) {
                 const Chunk& chunk = scores.chunks[c];
@@ -179,28 +188,40 @@ Trusted select(const Scores& scores, int64_t k, int threads) {
                 for (int64_t start = chunk.offset; start < end; start += PIECE) {
                     const int64_t length = std::min(PIECE, end - start);
                     for (int64_t i = 0; i < length; i++) piece[i] = scores.w[start + i] * g[start + i];
-                    const int64_t kept = sift(piece, length, low, high, over, between);
+                    const int64_t kept = sift(piece, length, low, high, count, between);
                     for (int64_t i = 0; i < kept; i++) mine.push_back(key(between[i]));
                 }
             }
             #pragma omp critical
             {
-                above += over;
+                counts.above += count.above;
+                counts.high += count.high;
+                counts.low += count.low;
                 keys.insert(keys.end(), mine.begin(), mine.end());
             }
         }
-        if ((k <= above || k > above + int64_t(keys.size())) && !(low == -INFINITY && high == INFINITY)) {
-            low = -INFINITY;  // the sample was misleading
-            high = INFINITY;
-            again = true;
-        }
+        const int64_t down_to_low = counts.above + counts.high + int64_t(keys.size()) + counts.low;
+        if ((k > counts.above && k <= down_to_low) || (low == -INFINITY && high == INFINITY)) break;
+        low = -INFINITY;  // the sample was misleading
+        high = INFINITY;
     }
-    if (k <= above) return {NAN, scores.first() + n};  // more NaN than places: nothing compares, nothing is trusted
-    const uint32_t threshold = largest(keys, k - above);
-    int64_t places = k - above, ties = 0;
-    for (uint32_t x : keys) { places -= x > threshold; ties += x == threshold; }
-    const float limit = value(threshold);
-    if (places == ties || limit != limit) return {limit, scores.first() + n};
+    const int64_t end = scores.first() + n, between = keys.size();
+    int64_t places = k - counts.above;
+    if (places <= 0) return {NAN, end};  // more NaN than places: nothing compares, nothing is trusted
+    float limit = high;
+    int64_t ties = counts.high;
+    if (places > counts.high + between) {
+        places -= counts.high + between;
+        limit = low;
+        ties = counts.low;
+    } else if (places > counts.high) {
+        places -= counts.high;
+        const uint32_t threshold = largest(keys, places);
+        ties = 0;
+        for (uint32_t x : keys) { places -= x > threshold; ties += x == threshold; }
+        limit = value(threshold);
+    }
+    if (places == ties) return {limit, end};
     int64_t j = scores.first();
     for (int64_t c = 0; places > 0; c++) {
         const Chunk& chunk = scores.chunks[c];
@@ -330,7 +351,7 @@ class CpuKernel:
         n = len(tensors)
         d = sum(each[0].numel() for each in tensors)
         if self._memory.vector.numel() != d:
-            self._memory.vector = torch.empty(d)
+            self._memory.vector = torch.empty(d, dtype=torch.float32, device="cpu")
         scratch = self._memory.vector
         pointers = [(ctypes.c_void_p * n)(*(t.data_ptr() for t in each)) for each in zip(*tensors, strict=True)]
         sizes = (ctypes.c_int64 * n)(*(each[0].numel() for each in tensors))
@@ -340,14 +361,17 @@ class CpuKernel:
             ctypes.c_bool(each_tensor), ctypes.c_bool(own_score), ctypes.c_bool(keep_scores), ctypes.c_float(alpha),
             ctypes.c_float(gamma), ctypes.c_void_p(scratch.data_ptr()), ctypes.c_int(torch.get_num_threads()),
         )  # fmt: skip
-        return scratch.clone() if keep_scores else None
+        if not keep_scores:
+            return None
+        self._memory.vector = torch.empty(0)
+        return scratch
 
 
 @cache
 def cpu_kernel() -> CpuKernel | None:
     """The kernel of this process, compiled if this machine has not done so before; None where that can't be."""
-    compiler = shlex.split(os.environ.get("CXX", "clang++" if platform.system() == "Darwin" else "g++"))
     try:
+        compiler = shlex.split(os.environ.get("CXX", "clang++" if platform.system() == "Darwin" else "g++"))
         version = subprocess.run([*compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
         what = "".join([SOURCE, *FLAGS, _processor()]).encode() + version
         cached = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fedact"

@@ -203,19 +203,23 @@ class ActAdamW(Optimizer):
         corrections = self._fit("correction", correction, copy=False)  # which is only read
         second_moments = self._fit("second_moment", second_moment)
         for p, delta, v in zip(self._trainable, corrections, second_moments, strict=True):
-            self.state[p] = {"step": 0, "m": torch.zeros_like(p), "v": v, "correction": delta}
+            m = torch.zeros_like(p, memory_format=_layout(p))
+            self.state[p] = {"step": 0, "m": m, "v": v, "correction": delta}
 
     def _fit(self, name: str, given: Sequence[Tensor] | None, copy: bool = True) -> list[Tensor]:
         """Tensors like the trainable parameters, from ``given`` or zero."""
         if given is None:
-            return [torch.zeros_like(p) for p in self._trainable]
+            return [torch.zeros_like(p, memory_format=_layout(p)) for p in self._trainable]
         shapes = [tuple(p.shape) for p in self._trainable]
         if [tuple(t.shape) for t in given] != shapes:
             raise ValueError(f"{name}: shapes {[tuple(t.shape) for t in given]}, the parameters have {shapes}")
         fitting = [t.to(p.device, p.dtype) for p, t in zip(self._trainable, given, strict=True)]
-        return (
-            [torch.empty_like(p).copy_(t) for p, t in zip(self._trainable, fitting, strict=True)] if copy else fitting
-        )
+        if not copy:
+            return [t.contiguous() if t.device.type == "cpu" else t for t in fitting]
+        return [
+            torch.empty_like(p, memory_format=_layout(p)).copy_(t)
+            for p, t in zip(self._trainable, fitting, strict=True)
+        ]
 
     def second_moments(self) -> list[Tensor]:
         """The raw v, not bias-corrected: one tensor per trainable parameter, in order. Not copied."""
@@ -257,8 +261,12 @@ class ActAdamW(Optimizer):
         """The step in three passes over memory. Gives the scores if they are to be kept."""
         each_tensor = self.scope == "tensor"
         sizes = [p.numel() for p, _, _ in active]
-        return kernel.step(
-            [(p, g, *(self.state[p][name] for name in ("m", "v", "correction"))) for p, g, _ in active],
+        flat = [p.contiguous() for p, _, _ in active]  # copies of channels-last weights alone
+        scores = kernel.step(
+            [
+                (x, g.contiguous(), *(self.state[p][name] for name in ("m", "v", "correction")))
+                for x, (p, g, _) in zip(flat, active, strict=True)
+            ],
             [self._scalars(p, group) for p, _, group in active],
             [_trusted(self.tau, size) for size in (sizes if each_tensor else [sum(sizes)])],
             each_tensor,
@@ -267,6 +275,10 @@ class ActAdamW(Optimizer):
             self.alpha,
             self.gamma,
         )
+        for x, (p, _, _) in zip(flat, active, strict=True):
+            if x is not p:
+                p.copy_(x)
+        return scores
 
     def _plain_step(self, active: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> Tensor:
         """The same, with PyTorch's operations, to the same bits: each of them rounds once. Gives the scores."""
@@ -327,10 +339,15 @@ def _trusted(tau: float, d: int) -> int:
 
 def _fits_kernel(active: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], state: Mapping[Tensor, Any]) -> bool:
     return bool(active) and all(
-        t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous()
+        p.device.type == "cpu" and p.dtype == g.dtype == torch.float32
+        and all(state[p][name].is_contiguous() for name in ("m", "v", "correction"))
         for p, g, _ in active
-        for t in (p, g, state[p]["m"], state[p]["v"], state[p]["correction"])
-    )
+    )  # fmt: skip
+
+
+def _layout(p: Tensor) -> torch.memory_format:
+    """Of a parameter's state: on a CPU in the order in which the compiled step takes it."""
+    return torch.contiguous_format if p.device.type == "cpu" else torch.preserve_format
 
 
 def _check(valid: bool, name: str, value: object, allowed: str) -> None:

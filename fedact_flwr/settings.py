@@ -244,6 +244,11 @@ def _check_together(s: Settings) -> None:
             f"wire_second_moment = {s.wire_second_moment!r}: allowed with second_moment = {s.second_moment!r}, which "
             f"is a few numbers, is 'float32'"
         )
+    if s.wire_delta == "int8" and s.aggregation != "mean":
+        raise SettingsError(
+            f"wire_delta = 'int8': rounding at random is right in the mean alone; allowed with aggregation = "
+            f"{s.aggregation!r} is 'float32' or 'bfloat16'"
+        )
     if s.derives_correction and s.local_epochs:
         raise SettingsError(
             f"wire_correction = 'derived': clients that do different numbers of steps (local_epochs = "

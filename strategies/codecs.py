@@ -103,7 +103,7 @@ class LogInt8:
 
     def encode(self, array: NDArray, generator: np.random.Generator) -> NDArray:
         noise = generator.integers(0, 1 << LOG_BITS, array.size, dtype=np.uint32)
-        noise += array.ravel().view(np.uint32)
+        noise += array.ravel().view(np.uint32) & 0x7FFFFFFF  # -0 is 0
         codes = (noise >> LOG_BITS).astype(np.int16)
         np.minimum(codes, LARGEST, out=codes)
         base = max(0, int(codes.max(initial=0)) - 255)

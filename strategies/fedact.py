@@ -1,6 +1,7 @@
 """Methods that share the global correction Delta_G and the mean second moments v_bar: FedACT and its relatives."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -53,24 +54,27 @@ class FedAdamW(FederatedStrategy):
 
     def terms(self, reply: Reply) -> Mapping[str, Vectors]:
         """Where K_i differs, the mean of delta_i / K_i is none of the deltas' mean, and a sum of its own."""
-        vectors = dict(reply.vectors)
-        if self.settings.wire_second_moment != "float32":
-            kept = np.float32(self.settings.beta2**reply.num_steps)
-            v = self.state[wire.SECOND_MOMENT]
-            vectors[wire.SECOND_MOMENT] = {
-                name: new + kept * v[name] for name, new in vectors[wire.SECOND_MOMENT].items()
-            }
-        if self.settings.local_epochs:
-            steps = np.float32(reply.num_steps)
-            vectors[wire.CORRECTION] = {name: d / steps for name, d in self.parameters(reply.delta).items()}
-        return vectors
+        if not self.settings.local_epochs:
+            return reply.vectors
+        steps = np.float32(reply.num_steps)
+        per_step = {name: np.asarray(delta / steps) for name, delta in self.parameters(reply.delta).items()}
+        return {**reply.vectors, wire.CORRECTION: per_step}
+
+    def restored(self, reply: Reply) -> Reply:
+        """v_i = b2^K_i v_bar + what is new, where only that travels."""
+        if self.settings.wire_second_moment == "float32":
+            return reply
+        kept = np.float32(self.settings.beta2**reply.num_steps)
+        new = reply.vectors[wire.SECOND_MOMENT]
+        v = {name: np.asarray(new[name] + kept * old) for name, old in self.state[wire.SECOND_MOMENT].items()}
+        return replace(reply, vectors={**reply.vectors, wire.SECOND_MOMENT: v})
 
     def tailor(self, partition: int, records: dict[str, ArrayRecord], config: ConfigRecord) -> None:
-        last_good = max(self.folded.values(), default=0)
-        if self.settings.derives_correction and last_good and self.folded.get(partition) == last_good:
+        """Who was folded in the round before has the x that Delta_G leads from; if that is lost, it fails but once."""
+        s, before = self.settings, self.folded.get(partition, 0)
+        if s.derives_correction and before and before == self._round - 1:
             del records[wire.CORRECTION]
-            s = self.settings
-            config[wire.STEP_SIZE] = s.server_lr * s.local_steps * s.learning_rate(last_good)
+            config[wire.STEP_SIZE] = s.server_lr * s.local_steps * self.last_lr
 
     def fold(self, mean: dict[str, dict[str, NDArray]], replies: int, lr: float) -> None:
         per_step, steps = mean.get(wire.CORRECTION), 1

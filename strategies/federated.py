@@ -27,7 +27,7 @@ from strategies.seeds import derive_seed
 from strategies.wire import Vectors
 
 WHOLE_STATE = (  # attributes of a strategy
-    "model", "state", "rounds_done", "steps_done", "folded", "failed_in_a_row", "state_folder", "norms"
+    "model", "state", "rounds_done", "steps_done", "folded", "failed_in_a_row", "state_folder", "norms", "last_lr"
 )  # fmt: skip
 T = TypeVar("T")
 Answers = Iterable[Message | None]  # of the clients that were asked, in that order; None where one gave none
@@ -117,6 +117,8 @@ class FederatedStrategy(Strategy):
         The rounds behind ``model``, failed ones included: `start` goes on from there.
     steps_done : float
         t, the optimizer steps behind ``state``; a whole number while all clients do the same number of steps.
+    last_lr : float
+        eta of the last good round. The schedule may be another when the run is resumed.
     folded : dict of int to int
         The last round whose reply was folded, by partition: the round whose state the client goes on from.
     pinned : sequence of dict of int to int
@@ -154,6 +156,7 @@ class FederatedStrategy(Strategy):
         self.state: dict[str, Vectors] = {}
         self.rounds_done = 0
         self.steps_done = 0.0
+        self.last_lr = 0.0
         self.folded: dict[int, int] = {}
         self.pinned: Sequence[Mapping[int, int]] = ()
         self._gate = (
@@ -178,6 +181,10 @@ class FederatedStrategy(Strategy):
         ``mean`` has a record for each that `terms` gives, whose memory is free to use; ``replies`` is S, ``lr`` the
         learning rate that the clients used.
         """
+
+    def restored(self, reply: Reply) -> Reply:
+        """A checked reply as the rest of the method knows it, where less of it travels."""
+        return reply
 
     def terms(self, reply: Reply) -> Mapping[str, Vectors]:
         """What of a checked reply enters the means, by record."""
@@ -285,7 +292,10 @@ class FederatedStrategy(Strategy):
         means: defaultdict[str, RunningMean | TrimmedMean] = defaultdict(self._make_mean)
         diagnosis = self.diagnose() if self.diagnose else None
         good: list[Reply] = []
-        replies = self._read(answers, lambda c, p: read_reply(c, p, self.model, returned, steps, self._decode))
+        replies = map(
+            self.restored,
+            self._read(answers, lambda c, p: read_reply(c, p, self.model, returned, steps, self._decode)),
+        )
         for reply in self._pass_gate(self._gate, list(replies)) if self._gate else replies:
             weight = reply.num_examples if self.settings.weighting == "examples" else 1
             for record, vectors in self.terms(reply).items():
@@ -314,6 +324,7 @@ class FederatedStrategy(Strategy):
             self.model, self.state = before
             return self._fail_round(f"the server's step makes {odd} non-finite; server_lr or lr may be too large")
         self.failed_in_a_row = 0
+        self.last_lr = self.settings.learning_rate(server_round)
         self._count_steps([reply.num_steps for reply in good], weights)
         self.folded = self.folded | {reply.partition: server_round for reply in good}
         self._serialize()

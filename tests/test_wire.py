@@ -5,15 +5,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Message
 from numpy.typing import NDArray
 
 from fedact_flwr import server_app
+from fedact_flwr.client_app import _workplace
 from fedact_flwr.client_app import app as client_app
 from fedact_flwr.inprocess import InProcessGrid
 from fedact_flwr.settings import Settings, SettingsError, dump, parse, read_defaults
 from strategies import wire
 from strategies.codecs import decode
+from tasks import TASKS
 
 MakeSettings = Callable[..., Settings]
 ALL = ("wire_delta", "wire_correction", "wire_second_moment")
@@ -107,19 +110,57 @@ def test_clients_derive_the_correction_from_two_models(
     assert distance(models["derived"], models["float32"]) < 2e-4
 
 
-def test_after_a_failed_round_the_correction_is_still_that_of_the_last_good_one(
+def test_after_a_failed_round_all_are_sent_the_correction(
     make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """So that nobody waits for ever for what clients have lost."""
+    settings = make_settings(**SMALL | {"min_replies": 3}, wire_correction="derived")
+    grid = Listening(settings, refused={2: (1,)})
+    final_model(settings, monkeypatch, grid)
+    got = {r: [wire.CORRECTION in m.content for m in messages] for r, messages in grid.sent.items()}
+    assert got == {1: [True] * 3, 2: [False] * 3, 3: [True] * 3}
+
+
+def test_the_correction_is_derived_with_the_learning_rate_that_made_it(
+    make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is resumed with more rounds has another schedule from there on."""
     models = {}
     for travels in ("float32", "derived"):
-        settings = make_settings(
-            **SMALL | {"name": travels, "min_replies": 3}, method="fedadamw", wire_correction=travels
-        )
-        grid = Listening(settings, refused={2: (1,)})
-        models[travels] = final_model(settings, monkeypatch, grid)
-        if travels == "derived":
-            assert not any(wire.CORRECTION in m.content for m in grid.sent[3])
+        own = {"name": travels, "method": "fedadamw", "checkpoint_every": 1, "lr_schedule": "cosine"}
+        settings = make_settings(**SMALL | own | {"rounds": 2}, wire_correction=travels)
+        server_app.run(settings, Listening(settings))
+        longer = settings.model_copy(update={"rounds": 4, "resume": f"{settings.output}/{travels}"})
+        grid = Listening(longer)
+        models[travels] = final_model(longer, monkeypatch, grid)
+        assert all((wire.CORRECTION in m.content) == (travels == "float32") for m in grid.sent[3])
     assert distance(models["derived"], models["float32"]) < 2e-4
+
+
+@pytest.mark.parametrize("method", ["fedact", "fedlada"])
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "derived"])
+def test_parameters_that_are_single_numbers(
+    method: str, form: str, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(1.0))
+            self.head = torch.nn.Linear(64, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.scale * x.flatten(1))
+
+    monkeypatch.setattr(type(TASKS["digits"]), "make_model", lambda self, seed: Scaled())
+    _workplace.cache_clear()
+    own = {"wire_correction": form}
+    if form != "derived":
+        own |= {"wire_delta": form} | ({"wire_second_moment": form} if method == "fedact" else {})
+    settings = make_settings(**SMALL, method=method, **own)
+    model = final_model(settings, monkeypatch, Listening(settings))
+    _workplace.cache_clear()
+    assert model["scale"].shape == ()
+    assert model["scale"] != 1
 
 
 @pytest.mark.parametrize(
@@ -127,6 +168,10 @@ def test_after_a_failed_round_the_correction_is_still_that_of_the_last_good_one(
     [
         ({"wire_delta": "int4"}, "wire_delta = 'int4': allowed is one of 'float32', 'bfloat16', 'int8'"),
         ({"wire_second_moment": "int8", "second_moment": "block"}, "wire_second_moment = 'int8': allowed with second"),
+        (
+            {"wire_delta": "int8", "aggregation": "median"},
+            "wire_delta = 'int8': rounding at random is right",
+        ),
         ({"wire_correction": "derived", "local_epochs": 1}, "wire_correction = 'derived': clients that do different"),
     ],
 )

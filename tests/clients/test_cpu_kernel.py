@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,14 +81,24 @@ def modulation(score: Tensor, trusted: int) -> Tensor:
     return phi
 
 
+def sampled() -> Tensor:
+    """The entries that the kernel's sample sees."""
+    size, random, indices = int(np.cbrt(LARGE) * np.cbrt(LARGE)), 1, []
+    for i in range(size):
+        begin, end = i * LARGE // size, (i + 1) * LARGE // size
+        random = (random * 6364136223846793005 + 1442695040888963407) % 2**64
+        indices.append(begin + (random >> 33) % (end - begin))
+    return torch.tensor(indices)
+
+
 SCORES = {
     "normal": torch.randn(LARGE, generator=torch.Generator().manual_seed(1)),
     "few values": torch.randint(-2, 3, (LARGE,), generator=torch.Generator().manual_seed(2)).float(),
     "all alike": torch.zeros(LARGE),
     "zeros of both signs": torch.zeros(LARGE).copysign(torch.randn(LARGE, generator=torch.Generator().manual_seed(3))),
     "sorted": torch.arange(LARGE).float(),
-    # what the sample sees, every fourth entry or so, says nothing of the rest
-    "misleading": torch.where(torch.arange(LARGE) % 4 == 0, 100.0, torch.arange(LARGE).float().sin()),
+    "mostly zeros": torch.randn(LARGE, generator=torch.Generator().manual_seed(5)).clamp(min=1).sub(1),
+    "misleading": torch.arange(LARGE).float().sin().index_fill(0, sampled(), 100.0),
     "infinite": torch.randn(LARGE, generator=torch.Generator().manual_seed(4)).mul_(1e38).mul_(10),
 }
 
@@ -135,14 +146,31 @@ def test_gradients_that_are_not_numbers_do_no_harm_to_others(n: int, share: floa
 
 
 def test_what_the_kernel_does_not_take_goes_the_plain_way() -> None:
-    for x in (
-        nn.Parameter(torch.ones(4, dtype=torch.float64)),
-        nn.Parameter(torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last)),
-    ):
-        optimizer = ActAdamW([x], 1e-3)
-        x.grad = torch.ones_like(x)
-        optimizer.step()
-        assert optimizer.path == "PyTorch"
+    x = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    optimizer = ActAdamW([x], 1e-3)
+    x.grad = torch.ones_like(x)
+    optimizer.step()
+    assert optimizer.path == "PyTorch"
+
+
+@needs_compiler
+def test_channels_last_weights_step_to_the_same_bits_and_stay_so() -> None:
+    """Also where scores are alike: the lower index is the logical one, whatever the memory has."""
+    results = []
+    for compiled in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        x = [torch.randn(8, 4, 3, 3, generator=generator), torch.randn(5, generator=generator)]
+        x = [nn.Parameter(x[0].to(memory_format=torch.channels_last)), nn.Parameter(x[1])]
+        optimizer = ActAdamW(x, 1e-2, tau=0.3, correction=[torch.ones_like(p) for p in x])
+        optimizer.compiled = compiled
+        for _ in range(3):
+            for p in x:
+                p.grad = torch.empty_like(p).copy_(torch.randint(-1, 2, p.shape, generator=generator))
+            optimizer.step()
+        assert optimizer.path == ("C++" if compiled else "PyTorch")
+        assert x[0].is_contiguous(memory_format=torch.channels_last)
+        results.append([*x, *optimizer.second_moments()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "g++ --no-such-option"])

@@ -52,6 +52,7 @@ def environment(folder: Path) -> dict[str, str]:
 def test_the_same_bits_from_every_engine(tmp_path: Path, network: Any, make_settings: Callable[..., Settings]) -> None:
     """In this process, in Flower's simulation, which leaves nothing behind, and by a SuperLink and two SuperNodes."""
     small = {"clients": 2, "clients_per_round": 2, "rounds": 2, "local_steps": 3, "output": str(tmp_path)}
+    small |= {"wire_delta": "int8", "wire_second_moment": "int8", "wire_correction": "derived"}
     run_inprocess(server_app, client_app, 2, dump(make_settings(**small, name="inprocess")))
 
     own = sets(*(f"{key}={value}" for key, value in small.items()), "name=simulation", "device=cpu")
