@@ -1,6 +1,6 @@
 """A step of ACT-AdamW beside a step of PyTorch's AdamW.
 
-    python benchmarks/optimizer_step.py [--threads 2] [--device cpu] [--repeats 21] [--sizes 1 5.4 25 100]
+    python benchmarks/optimizer_step.py [--threads 2] [--device cpu] [--repeats 21] [--sizes 1 5.4 25 100] [--zeros 0]
 
 The shapes are those of a Vision Transformer of 12 blocks, so of 149 tensors, with so many million parameters. The
 optimizers take turns, and the medians count; the memory is what a step takes beside parameters, gradients and state.
@@ -47,16 +47,17 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1, 5.4, 25, 100], metavar="MILLIONS")
+    parser.add_argument("--zeros", type=float, default=0.0, help="share of gradient entries that are 0")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     path = "compiled C++" if arguments.device == "cpu" and cpu_kernel() else "PyTorch's operations"
     print(f"{arguments.device}, {arguments.threads} threads, torch {torch.__version__}; ACT-AdamW takes {path}\n")
     print("| parameters | optimizer | ms a step | times fused AdamW | extra vectors |\n|---|---|---|---|---|")
     for millions in arguments.sizes:
-        measure(millions, arguments.device, arguments.repeats)
+        measure(millions, arguments.device, arguments.repeats, arguments.zeros)
 
 
-def measure(millions: float, device: str, repeats: int) -> None:
+def measure(millions: float, device: str, repeats: int, zeros: float) -> None:
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in shapes(millions)]
     d = sum(t.numel() for t in start)
@@ -64,7 +65,8 @@ def measure(millions: float, device: str, repeats: int) -> None:
     extra: dict[str, float] = {}
     x = [nn.Parameter(t.to(device)) for t in start]
     for p in x:
-        p.grad = torch.randn(p.shape, generator=generator).to(device)
+        p.grad = torch.randn(p.shape, generator=generator)
+        p.grad = p.grad.mul_(torch.rand(p.shape, generator=generator) >= zeros).to(device)
     correction = [torch.randn(t.shape, generator=generator).mul_(1e-2).to(device) for t in start]
     optimizers = {name: make(x, correction) for name, make in OPTIMIZERS.items()}
     for i in range(repeats + 2):
