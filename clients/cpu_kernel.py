@@ -36,6 +36,7 @@ namespace {
 
 constexpr int64_t CHUNK = 1 << 14;  // entries that one thread takes at a time
 constexpr int64_t PIECE = 1 << 10;  // of those, whose scores are looked at while they are in the cache
+constexpr uint32_t BINS = 1 << 12;  // of a histogram
 
 struct Scalars { float beta1, rest1, beta2, rest2, unbias1, unbias2, eps, own, shared, decay, lr; };
 struct Tensors { float* p; const float* g; float* m; float* v; const float* correction; Scalars k; };
@@ -90,10 +91,22 @@ inline float value(uint32_t key) {
     return x;
 }
 
-// The one of that rank, 1 is the largest, where all from `first` on are below those before it.
-uint32_t largest(std::vector<uint32_t>& keys, int64_t rank, int64_t first = 0) {
-    std::nth_element(keys.begin() + first, keys.begin() + (rank - 1), keys.end(), std::greater<uint32_t>());
-    return keys[rank - 1];
+// The one of that rank, 1 is the largest: a histogram over their range says in which bin it is, and that bin is sorted
+// as far as need be.
+uint32_t largest(const std::vector<uint32_t>& keys, int64_t rank) {
+    uint32_t least = ~0u, most = 0;
+    for (uint32_t x : keys) { least = std::min(least, x); most = std::max(most, x); }
+    int shift = 0;
+    while (((most - least) >> shift) >= BINS) shift++;
+    std::vector<int64_t> counts(BINS, 0);
+    for (uint32_t x : keys) counts[(x - least) >> shift]++;
+    uint32_t bin = BINS - 1;
+    for (; rank > counts[bin]; bin--) rank -= counts[bin];
+    std::vector<uint32_t> those;
+    those.reserve(counts[bin]);
+    for (uint32_t x : keys) if ((x - least) >> shift == bin) those.push_back(x);
+    std::nth_element(those.begin(), those.begin() + (rank - 1), those.end(), std::greater<uint32_t>());
+    return those[rank - 1];
 }
 
 // How many scores are above the bracket (NaN among them), and at each of its ends: of those there may be very many, as
@@ -101,8 +114,8 @@ uint32_t largest(std::vector<uint32_t>& keys, int64_t rank, int64_t first = 0) {
 struct Counts { int64_t above = 0, high = 0, low = 0; };
 
 // Counts, puts what is strictly between `low` and `high` into `between`, and gives how many those are.
-int64_t sift(const float* s, int64_t n, float low, float high, Counts& counts, float* between) {
-    int64_t i = 0, kept = 0;
+int64_t sift(const float* __restrict s, int64_t n, float low, float high, Counts& counts, float* __restrict between) {
+    int64_t i = 0, kept = 0, above = 0, at_high = 0, at_low = 0;
 #ifdef __AVX512F__
     const __m512 lows = _mm512_set1_ps(low), highs = _mm512_set1_ps(high);
     for (; i + 16 <= n; i += 16) {
@@ -110,9 +123,9 @@ int64_t sift(const float* s, int64_t n, float low, float high, Counts& counts, f
         const __mmask16 under = _mm512_cmp_ps_mask(x, highs, _CMP_LT_OQ);
         const __mmask16 top = _mm512_cmp_ps_mask(x, highs, _CMP_EQ_OQ);
         const __mmask16 in = _mm512_mask_cmp_ps_mask(under, x, lows, _CMP_GT_OQ);
-        counts.above += 16 - __builtin_popcount(under | top);
-        counts.high += __builtin_popcount(top);
-        counts.low += __builtin_popcount(_mm512_mask_cmp_ps_mask(under, x, lows, _CMP_EQ_OQ));
+        above += 16 - __builtin_popcount(under | top);
+        at_high += __builtin_popcount(top);
+        at_low += __builtin_popcount(_mm512_mask_cmp_ps_mask(under, x, lows, _CMP_EQ_OQ));
         if (in) {
             _mm512_storeu_ps(between + kept, _mm512_maskz_compress_ps(in, x));
             kept += __builtin_popcount(in);
@@ -120,12 +133,15 @@ int64_t sift(const float* s, int64_t n, float low, float high, Counts& counts, f
     }
 #endif
     for (; i < n; i++) {
-        counts.above += !(s[i] <= high);
-        counts.high += s[i] == high;
-        counts.low += (s[i] == low) & (s[i] < high);
+        above += !(s[i] <= high);
+        at_high += s[i] == high;
+        at_low += (s[i] == low) & (s[i] < high);
         between[kept] = s[i];
         kept += (s[i] > low) & (s[i] < high);
     }
+    counts.above += above;
+    counts.high += at_high;
+    counts.low += at_low;
     return kept;
 }
 
@@ -139,36 +155,37 @@ struct Scores {
 };
 
 // So many scores from equal stretches of the vector, a pseudorandom one of each: rows and columns have no say in it.
-std::vector<uint32_t> sample(const Scores& scores, int64_t size) {
+std::vector<uint32_t> sample(const Scores& scores, int64_t size, int threads) {
     std::vector<uint32_t> keys(size);
     const int64_t n = scores.size();
-    const Chunk* chunk = scores.chunks;
-    uint64_t random = 1;
-    for (int64_t i = 0; i < size; i++) {
-        const int64_t begin = i * n / size, end = (i + 1) * n / size;
-        random = random * 6364136223846793005u + 1442695040888963407u;
-        const int64_t j = scores.first() + begin + int64_t((random >> 33) % uint64_t(end - begin));
-        while (j >= end_of(*chunk)) chunk++;
-        keys[i] = key(scores.w[j] * scores.gradient(*chunk)[j]);
+    #pragma omp parallel num_threads(threads)
+    {
+        const Chunk* chunk = scores.chunks;
+        #pragma omp for schedule(static)
+        for (int64_t i = 0; i < size; i++) {
+            const int64_t begin = i * n / size, end = (i + 1) * n / size;
+            const uint64_t random = (i * 0x9e3779b97f4a7c15u) >> 32;
+            const int64_t j = scores.first() + begin + int64_t(random * uint64_t(end - begin) >> 32);
+            while (j >= end_of(*chunk)) chunk++;
+            keys[i] = key(scores.w[j] * scores.gradient(*chunk)[j]);
+        }
     }
     return keys;
 }
 
-// The k-th largest of n scores, 0 < k < n, exactly: a sample brackets it, one pass counts what is above the bracket and
-// gathers what is in it (Floyd and Rivest 1975), and the gathered decide. A sample of n^(2/3) is as
-// much work as they are.
+// The k-th largest of n scores, 0 < k < n, exactly: a sample of about n^(2/3) brackets it, one pass counts what is
+// above the bracket and gathers what is in it (Floyd and Rivest 1975), and the gathered decide.
 Trusted select(const Scores& scores, int64_t k, int threads) {
     const int64_t n = scores.size();
     float low = -INFINITY, high = INFINITY;
     if (n > CHUNK) {
-        const int64_t size = std::cbrt(double(n)) * std::cbrt(double(n));
-        std::vector<uint32_t> keys = sample(scores, size);
+        const int64_t size = std::cbrt(double(n)) * std::cbrt(double(n)) / 2;
+        const std::vector<uint32_t> keys = sample(scores, size, threads);
         const double share = double(k) / double(n);
         const int64_t middle = int64_t(share * size);
-        const int64_t reach = int64_t(4 * std::sqrt(size * share * (1 - share))) + 4;
-        const int64_t upper = std::max(middle - reach, int64_t(0));
-        if (upper >= 1) high = value(largest(keys, upper));
-        if (middle + reach <= size) low = value(largest(keys, middle + reach, upper));
+        const int64_t reach = int64_t(3 * std::sqrt(size * share * (1 - share))) + 4;  // too little once in 400
+        if (middle - reach >= 1) high = value(largest(keys, middle - reach));
+        if (middle + reach <= size) low = value(largest(keys, middle + reach));
     }
     std::vector<uint32_t> keys;  // of those between
     Counts counts;
@@ -183,11 +200,12 @@ Trusted select(const Scores& scores, int64_t k, int threads) {
             #pragma omp for schedule(static)
             for (int64_t c = 0; c < scores.count; c++) {
                 const Chunk& chunk = scores.chunks[c];
-                const float* g = scores.gradient(chunk);
+                const float* __restrict w = scores.w;
+                const float* __restrict g = scores.gradient(chunk);
                 const int64_t end = end_of(chunk);
                 for (int64_t start = chunk.offset; start < end; start += PIECE) {
                     const int64_t length = std::min(PIECE, end - start);
-                    for (int64_t i = 0; i < length; i++) piece[i] = scores.w[start + i] * g[start + i];
+                    for (int64_t i = 0; i < length; i++) piece[i] = w[start + i] * g[start + i];
                     const int64_t kept = sift(piece, length, low, high, count, between);
                     for (int64_t i = 0; i < kept; i++) mine.push_back(key(between[i]));
                 }

@@ -83,11 +83,11 @@ def modulation(score: Tensor, trusted: int) -> Tensor:
 
 def sampled() -> Tensor:
     """The entries that the kernel's sample sees."""
-    size, random, indices = int(np.cbrt(LARGE) * np.cbrt(LARGE)), 1, []
+    size, indices = int(np.cbrt(LARGE) * np.cbrt(LARGE) / 2), []
     for i in range(size):
         begin, end = i * LARGE // size, (i + 1) * LARGE // size
-        random = (random * 6364136223846793005 + 1442695040888963407) % 2**64
-        indices.append(begin + (random >> 33) % (end - begin))
+        random = (i * 0x9E3779B97F4A7C15 % 2**64) >> 32
+        indices.append(begin + (random * (end - begin) >> 32))
     return torch.tensor(indices)
 
 
