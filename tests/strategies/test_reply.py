@@ -1,12 +1,14 @@
 """`read_reply` reads what comes from outside: whatever arrives, it gives a sane reply or says why not."""
 
 import numpy as np
+import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from strategies import wire
+from strategies.codecs import decode, encode
 from strategies.reply import MAX_EXAMPLES, BadReply, read_reply
 
 MODEL = {"w": np.zeros(3, np.float32)}
@@ -59,3 +61,14 @@ def test_good_replies_arrive_as_they_were_sent(delta: np.ndarray) -> None:
     reply = read_reply(content, 0, MODEL, {}, 2)
     assert reply.delta["w"].tobytes() == delta.tobytes()
     assert (reply.num_examples, reply.num_steps) == (5, 2)
+
+
+@pytest.mark.parametrize(("form", "said"), [("bfloat16", "uint16"), ("int8", "uint8")])
+def test_a_reply_in_another_format_is_refused(form: str, said: str) -> None:
+    content = RecordDict({wire.DELTA: wire.to_record(MODEL), wire.METRICS: MetricRecord(METRICS)})
+    with pytest.raises(BadReply, match=rf"record delta can't be decoded: w in {form}: float32\[3\], not {said}\["):
+        read_reply(content, 0, MODEL, {}, 2, lambda record, vectors, like: decode(record, vectors, form, (), like))
+    coded = wire.to_record(encode(wire.DELTA, MODEL, form, (), 0))
+    content = RecordDict({wire.DELTA: coded, wire.METRICS: MetricRecord(METRICS)})
+    with pytest.raises(BadReply, match=rf"delta w is {said}\["):
+        read_reply(content, 0, MODEL, {}, 2)
