@@ -58,10 +58,11 @@ CLIENT_TERMS: Terms = {
 # width of the MLP, clients of a round
 NETWORK_FIT: list[Point] = [(100, 2), (100, 4), (1500, 2), (4500, 2)]
 NETWORK_CHECK: list[Point] = [(3000, 2), (1000, 3)]
+A_GB = "a GB, both ways together"
 NETWORK_TERMS: Terms = {
     "a round": lambda b, s: 1,
     "a client": lambda b, s: s,
-    "a GB, both ways together": lambda b, s: b / GB,
+    A_GB: lambda b, s: b / GB,
 }
 
 COMMON = {
@@ -229,11 +230,12 @@ SCENARIOS = {  # parameters that travel, clients a round, seconds of local work 
     "1B model in full, 20 clients": (1e9, 20, 600.0),
     "7B model by LoRA (r = 16: 40M), 20 clients": (40e6, 20, 600.0),
 }
-WIRES = {"float32": (12, 8), "bfloat16, block v": (6, 2), "int8, block v": (5, 1)}  # bytes down, up; docs/wire.md
+WIRES = {"float32": (12, 8), "int8 in all three": (6, 2)}  # bytes a parameter down, up; docs/wire.md
 CLIENT_LINK, SERVER_LINK = 100e6 / 8, 10e9 / 8  # bytes a second: 100 Mbit/s and 10 Gbit/s, each way
 
 
 def extrapolate(server: Part, network: Part, arrays: float) -> None:
+    """Of the network the bytes alone: clients are on machines of their own, where their processes start together."""
     print(
         "\n| | wire | GB a round | held for the server, GB | server memory, GiB | server CPU, s | Flower's way, s "
         "| server link, s | client link, s | local work, s |\n" + "|---" * 10 + "|"
@@ -241,9 +243,10 @@ def extrapolate(server: Part, network: Part, arrays: float) -> None:
     for (name, (p, s, work)), (form, (down, up)) in itertools.product(SCENARIOS.items(), WIRES.items()):
         moved = s * p * (down + up)
         link, clients_link = s * p * max(down, up) / SERVER_LINK, p * (down + up) / CLIENT_LINK
+        flower = network.costs[A_GB] * moved / GB
         print(
             f"| {name} | {form} | {moved / GB:,.0f} | {s * p * up / GB:,.0f} | {4 * p * arrays / GIB:,.1f} "
-            f"| {server.seconds(p, s):,.0f} | {network.seconds(moved, s):,.0f} | {link:,.0f} | {clients_link:,.0f} "
+            f"| {server.seconds(p, s):,.0f} | {flower:,.0f} | {link:,.0f} | {clients_link:,.0f} "
             f"| {work:,.0f} |"
         )
 
