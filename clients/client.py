@@ -161,7 +161,8 @@ class FedClient(NumPyClient):
         if keeps(settings):
             new_state = dict(finished.kept)
             if settings.derives_correction:
-                new_state[wire.MODEL] = local.received(wire.MODEL)
+                # copies: equal arrays of a message are the same memory, which safetensors refuses
+                new_state[wire.MODEL] = [x.clone() for x in local.received(wire.MODEL)]
             to_keep = {what: dict(zip(trainable, tensors, strict=True)) for what, tensors in new_state.items()}
             state.save(config[wire.ROUND], to_keep, config[wire.PINNED])
         seed = config[wire.SEED]

@@ -1,6 +1,7 @@
 """Fewer bits on the wire, from the server to the clients and back; `tests/strategies/test_codecs.py` has the codes."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 from flwr.app import Message
 from numpy.typing import NDArray
 
+from clients.client import FedClient, exchanged_state, trainable_parameters
+from clients.state import ClientState
 from fedact_flwr import server_app
 from fedact_flwr.client_app import _workplace
 from fedact_flwr.client_app import app as client_app
@@ -108,6 +111,25 @@ def test_clients_derive_the_correction_from_two_models(
             got = {r: [wire.CORRECTION in m.content for m in messages] for r, messages in grid.sent.items()}
             assert got == {1: [True] * 3, 2: [False] * 3, 3: [False, True, False]}
     assert distance(models["derived"], models["float32"]) < 2e-4
+
+
+def test_arrays_that_flower_has_once_because_they_are_equal(make_settings: MakeSettings, tmp_path: Path) -> None:
+    """So do messages arrive over a network; norms are ones, and biases zeros, at first."""
+    settings = make_settings(**SMALL, wire_correction="derived")
+    task = TASKS["digits"].configured(settings)
+    model = task.make_model(0)
+    examples = task.train_examples(np.arange(20))
+    arrays = {name: p.detach().numpy().copy() for name, p in exchanged_state(model).items()}
+    shared = {(a.shape, a.tobytes()): a for a in arrays.values()}
+    arrays = {name: shared[a.shape, a.tobytes()] for name, a in arrays.items()}
+    assert len(shared) < len(arrays)
+    zeros = {name: np.zeros_like(a) for name, a in arrays.items()}
+    message = {wire.MODEL: arrays, wire.CORRECTION: zeros, wire.SECOND_MOMENT: zeros}
+    config = {wire.PARTITION: 0, wire.SEED: 1, wire.LR: 0.1, wire.STEPS_DONE: 0.0, wire.ROUND: 1, wire.FOLDED: 0}
+    config |= {wire.PINNED: [0], wire.STATE_FOLDER: str(tmp_path)}
+    FedClient(task, model, examples, examples, settings).fit(message, config)
+    (kept,) = ClientState(tmp_path, 0).load(1, {wire.MODEL: dict(trainable_parameters(model))}).values()
+    assert all(np.array_equal(a, x.numpy()) for a, x in zip(arrays.values(), kept, strict=True))
 
 
 def test_after_a_failed_round_all_are_sent_the_correction(
