@@ -54,6 +54,7 @@ def run_simulation(settings: Settings, log_path: Path, ray: str | None = None) -
         with log_path.open("ab") as log:
             _run(settings, home, port, environment, log)
     finally:
+        _end_orphans(home)
         shutil.rmtree(home, ignore_errors=True)
 
 
@@ -134,6 +135,26 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             member.kill()
     psutil.wait_procs(family[1:], STOP_TIMEOUT)
     process.wait()
+
+
+def _end_orphans(home: Path) -> None:
+    """End what is nobody's descendant any more: a client of Ray's outlives the process that started it for a while."""
+    deadline = time.monotonic() + STOP_TIMEOUT
+    while (orphans := _processes_with(home)) and time.monotonic() < deadline:
+        for orphan in orphans:
+            with contextlib.suppress(psutil.Error):
+                orphan.kill()
+        psutil.wait_procs(orphans, STOP_TIMEOUT)
+
+
+def _processes_with(home: Path) -> list[psutil.Process]:
+    """The processes that were started with this home, known by their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # another user's, or gone by now
+            if process.environ().get("FLWR_HOME") == str(home):
+                found.append(process)
+    return found
 
 
 def _wait_until_listening(port: int, superlink: subprocess.Popen[bytes]) -> None:

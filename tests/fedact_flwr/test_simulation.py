@@ -22,7 +22,7 @@ from fedact_flwr.client_app import app as client_app
 from fedact_flwr.inprocess import run_inprocess
 from fedact_flwr.server_app import app as server_app
 from fedact_flwr.settings import Settings, dump
-from fedact_flwr.simulation import BIN, _end, _free_port
+from fedact_flwr.simulation import BIN, _end, _end_orphans, _free_port
 
 SMALL = ["clients=4", "clients_per_round=3", "rounds=2", "local_steps=3", "device=cpu"]
 FEDACT = [sys.executable, "-m", "fedact_flwr", "run"]
@@ -145,6 +145,20 @@ def test_a_failed_run_exits_1_with_the_cause(tmp_path: Path) -> None:
     assert "error: the run failed: RunFailed: round 1: 0 good replies" in result.stderr
     assert "no reply in time" in result.stderr
     assert not processes_of(tmp_path)
+
+
+def test_a_process_whose_parent_is_gone_is_ended_by_its_home(tmp_path: Path) -> None:
+    """As a client of Ray's, whose parents may end before it; a stranger's with another home goes on."""
+    sleep = ["sh", "-c", f"{sys.executable} -c 'import time; time.sleep(60)' >/dev/null & echo $!"]
+    homes = (tmp_path / "ours", tmp_path / "another")
+    starts = [subprocess.run(sleep, env=os.environ | {"FLWR_HOME": str(h)}, stdout=subprocess.PIPE) for h in homes]
+    ours, another = (psutil.Process(int(start.stdout)) for start in starts)
+    try:
+        _end_orphans(homes[0])
+        assert not ours.is_running() or ours.status() == psutil.STATUS_ZOMBIE
+        assert another.is_running()
+    finally:
+        another.kill()
 
 
 @pytest.mark.parametrize(("sent", "rounds_first"), [(signal.SIGINT, 0), (signal.SIGTERM, 1)])
