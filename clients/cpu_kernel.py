@@ -331,6 +331,8 @@ class Scratch(threading.local):
 class CpuKernel:
     """The compiled step."""
 
+    name = "C++"
+
     def __init__(self, path: Path) -> None:
         self._step = ctypes.CDLL(str(path)).act_adamw_step
         self._step.restype = None

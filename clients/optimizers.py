@@ -4,18 +4,28 @@ Source: "FedACT: Federated Adaptive Coordinate Trust Modulation for Robust Trans
 Heterogeneity", Algorithm 1. Where the paper leaves room, the decision is documented at the place it concerns.
 """
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Literal
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from clients.cpu_kernel import CpuKernel, cpu_kernel
+
+if TYPE_CHECKING:
+    from clients.gpu_kernel import GpuKernel
+
+    Kernel: TypeAlias = CpuKernel | GpuKernel
+
+log = logging.getLogger(__name__)
 
 SAMPLE = 2**16  # entries that bracket the threshold of the selection
 
@@ -177,8 +187,8 @@ class ActAdamW(Optimizer):
         self.steps_done = steps_done
         self.keep_scores_at: int | None = None
         self.scores: Tensor | None = None
-        self.compiled = True  # where it can be; the bits are the same
-        self.path = ""  # which way the last step went: "C++" or "PyTorch"
+        self.kernel: Kernel | Literal["fitting"] | None = "fitting"  # None: PyTorch's operations, to the same bits
+        self.path = ""  # which way the last step went: "C++", "Triton" or "PyTorch"
         _check(0 <= tau <= 1, "tau", tau, "[0, 1]")
         _check(self.alpha >= 0, "alpha", self.alpha, "0 or more")
         _check(self.gamma >= 0, "gamma", self.gamma, "0 or more")
@@ -203,23 +213,20 @@ class ActAdamW(Optimizer):
         corrections = self._fit("correction", correction, copy=False)  # which is only read
         second_moments = self._fit("second_moment", second_moment)
         for p, delta, v in zip(self._trainable, corrections, second_moments, strict=True):
-            m = torch.zeros_like(p, memory_format=_layout(p))
+            m = torch.zeros_like(p, memory_format=torch.contiguous_format)
             self.state[p] = {"step": 0, "m": m, "v": v, "correction": delta}
 
     def _fit(self, name: str, given: Sequence[Tensor] | None, copy: bool = True) -> list[Tensor]:
         """Tensors like the trainable parameters, from ``given`` or zero."""
         if given is None:
-            return [torch.zeros_like(p, memory_format=_layout(p)) for p in self._trainable]
+            return [torch.zeros_like(p, memory_format=torch.contiguous_format) for p in self._trainable]
         shapes = [tuple(p.shape) for p in self._trainable]
         if [tuple(t.shape) for t in given] != shapes:
             raise ValueError(f"{name}: shapes {[tuple(t.shape) for t in given]}, the parameters have {shapes}")
         fitting = [t.to(p.device, p.dtype) for p, t in zip(self._trainable, given, strict=True)]
         if not copy:
-            return [t.contiguous() if t.device.type == "cpu" else t for t in fitting]
-        return [
-            torch.empty_like(p, memory_format=_layout(p)).copy_(t)
-            for p, t in zip(self._trainable, fitting, strict=True)
-        ]
+            return [t.contiguous() for t in fitting]
+        return [t.clone(memory_format=torch.contiguous_format) for t in fitting]
 
     def second_moments(self) -> list[Tensor]:
         """The raw v, not bias-corrected: one tensor per trainable parameter, in order. Not copied."""
@@ -241,8 +248,10 @@ class ActAdamW(Optimizer):
         for p, _, _ in active:
             self.state[p]["step"] += 1
         step = max((self.state[p]["step"] for p, _, _ in active), default=0)
-        kernel = cpu_kernel() if self.compiled and _fits_kernel(active, self.state) else None
-        self.path = "C++" if kernel else "PyTorch"
+        kernel = None
+        if self.kernel and _fits_kernel(active, self.state):
+            kernel = _kernel_of(active[0][0].device) if self.kernel == "fitting" else self.kernel
+        self.path = kernel.name if kernel else "PyTorch"
         keep = bool(active) and step == self.keep_scores_at
         scores = self._compiled_step(kernel, active, keep) if kernel else self._plain_step(active)
         self.scores = scores if keep else None
@@ -256,9 +265,9 @@ class ActAdamW(Optimizer):
         return beta1, 1 - beta1, beta2, 1 - beta2, unbias1, unbias2, group["eps"], 1 - rho, rho, decay, lr
 
     def _compiled_step(
-        self, kernel: CpuKernel, active: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], keep_scores: bool
+        self, kernel: "Kernel", active: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], keep_scores: bool
     ) -> Tensor | None:
-        """The step in three passes over memory. Gives the scores if they are to be kept."""
+        """The step in few passes over memory. Gives the scores if they are to be kept."""
         each_tensor = self.scope == "tensor"
         sizes = [p.numel() for p, _, _ in active]
         flat = [p.contiguous() for p, _, _ in active]  # copies of channels-last weights alone
@@ -339,15 +348,54 @@ def _trusted(tau: float, d: int) -> int:
 
 def _fits_kernel(active: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], state: Mapping[Tensor, Any]) -> bool:
     return bool(active) and all(
-        p.device.type == "cpu" and p.dtype == g.dtype == torch.float32
+        p.device == active[0][0].device and p.dtype == g.dtype == torch.float32
         and all(state[p][name].is_contiguous() for name in ("m", "v", "correction"))
         for p, g, _ in active
     )  # fmt: skip
 
 
-def _layout(p: Tensor) -> torch.memory_format:
-    """Of a parameter's state: on a CPU in the order in which the compiled step takes it."""
-    return torch.contiguous_format if p.device.type == "cpu" else torch.preserve_format
+def _kernel_of(device: torch.device) -> "Kernel | None":
+    if device.type == "cpu":
+        return cpu_kernel()
+    return gpu_kernel(device) if device.type == "cuda" else None
+
+
+@cache
+def gpu_kernel(device: torch.device) -> "GpuKernel | None":
+    """The kernel of this GPU, where a trial of it ends in the bits of PyTorch's operations there; None otherwise."""
+    if find_spec("triton") is None:
+        return None
+    try:
+        from clients.gpu_kernel import GpuKernel
+
+        kernel, reason = GpuKernel(), "its bits differ"
+        if _agrees(kernel, device):
+            return kernel
+    except Exception as error:  # noqa: BLE001: a compiler's or a driver's, of whatever version
+        reason = f"{type(error).__name__}: {error}"
+    log.warning("ACT-AdamW's Triton kernel is left alone on %s, PyTorch's operations are slower: %s", device, reason)
+    return None
+
+
+def _agrees(kernel: "Kernel", device: torch.device) -> bool:
+    """Whether two steps of the kernel, of different scores and of scores alike, end in the plain steps' bits."""
+    scopes: tuple[Literal["global", "tensor"], ...] = ("global", "tensor")
+    for scope in scopes:
+        ends = []
+        for way in (kernel, None):
+            generator = torch.Generator().manual_seed(0)
+            start, correction = ([torch.randn(n, generator=generator) for n in (5000, 3, 1)] for _ in range(2))
+            x = [nn.Parameter(t.to(device)) for t in start]
+            optimizer = ActAdamW(x, 1e-2, rho=0.2, tau=0.4, scope=scope, correction=correction)
+            optimizer.kernel = way
+            for spread in (1e3, 1.0):
+                for p in x:
+                    p.grad = torch.randn(p.shape, generator=generator).mul_(spread).round_().to(device)
+                optimizer.step()
+            ends.append(torch.cat([*x, *optimizer.second_moments()]).cpu())
+        if not torch.equal(*ends):
+            return False
+    return True
 
 
 def _check(valid: bool, name: str, value: object, allowed: str) -> None:

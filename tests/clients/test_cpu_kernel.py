@@ -32,7 +32,7 @@ def optimizer_of(shapes: Sequence[tuple[int, ...]], compiled: bool, **settings: 
     correction = [0.1 * torch.randn(shape, generator=generator) for shape in shapes]
     v = [0.01 * torch.rand(shape, generator=generator) for shape in shapes]
     optimizer = ActAdamW(x, 1e-3, correction=correction, second_moment=v, steps_done=20.5, **settings)
-    optimizer.compiled = compiled
+    optimizer.kernel = "fitting" if compiled else None
     return optimizer
 
 
@@ -162,7 +162,7 @@ def test_channels_last_weights_step_to_the_same_bits_and_stay_so() -> None:
         x = [torch.randn(8, 4, 3, 3, generator=generator), torch.randn(5, generator=generator)]
         x = [nn.Parameter(x[0].to(memory_format=torch.channels_last)), nn.Parameter(x[1])]
         optimizer = ActAdamW(x, 1e-2, tau=0.3, correction=[torch.ones_like(p) for p in x])
-        optimizer.compiled = compiled
+        optimizer.kernel = "fitting" if compiled else None
         for _ in range(3):
             for p in x:
                 p.grad = torch.empty_like(p).copy_(torch.randint(-1, 2, p.shape, generator=generator))
