@@ -92,6 +92,42 @@ def print_settings(files: Files = None, overrides: Overrides = None) -> None:
         typer.echo(tomli_w.dumps(dump(settings)), nl=False)
 
 
+Records = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="[RUN ...]", help="Records, or folders of records; else runs."),
+]
+
+
+@app.command("list")
+def list_runs(folders: Records = None) -> None:
+    """List the runs in these folders: how they ended, and with what."""
+    from fedact_flwr.show import print_runs
+
+    with settings_errors_in_a_line():
+        print_runs(folders or [Path("runs")])
+
+
+@app.command("show")
+def show_run(record: Annotated[Path, typer.Argument(metavar="RUN", help="A run's record.")]) -> None:
+    """Show a run: settings, result, last rounds, failures."""
+    from fedact_flwr.show import print_run
+
+    with settings_errors_in_a_line():
+        print_run(record)
+
+
+@app.command("compare")
+def compare_runs(
+    one: Annotated[Path, typer.Argument(metavar="A", help="A run's record.")],
+    other: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+) -> None:
+    """Show in which settings two runs differ, and their results side by side."""
+    from fedact_flwr.show import print_comparison
+
+    with settings_errors_in_a_line():
+        print_comparison([one, other])
+
+
 @app.command()
 def split(
     files: Files = None,

@@ -6,6 +6,7 @@
 * checkpoints: what a run needs to go on (`fedact_flwr.checkpoint`)
 * model.safetensors: the final model's state dict
 * summary.json: how the run ended, final and best metrics, duration, versions
+* run.log: the log of Flower and the app, of `fedact run`
 * lock: held while the run goes on
 """
 
@@ -35,6 +36,7 @@ CLIENTS_FILE = "clients.json"
 ROUNDS_FILE = "rounds.jsonl"
 SUMMARY_FILE = "summary.json"
 LOCK_FILE = "lock"
+LOG_FILE = "run.log"
 
 COMPLETED, FAILED, INTERRUPTED = "completed", "failed", "interrupted"
 

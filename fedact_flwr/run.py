@@ -23,6 +23,7 @@ from fedact_flwr.progress import Follow
 from fedact_flwr.record import (
     FAILED,
     INTERRUPTED,
+    LOG_FILE,
     SUMMARY_FILE,
     locked,
     make_folder,
@@ -36,7 +37,6 @@ from fedact_flwr.server_app import check, to_resume
 from fedact_flwr.settings import Settings, SettingsError, dump, read_settings
 from tasks import TASKS
 
-LOG_FILE = "run.log"
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GPU_SHARE = 0.25  # client_gpus = "auto"
 
