@@ -92,6 +92,26 @@ def print_settings(files: Files = None, overrides: Overrides = None) -> None:
         typer.echo(tomli_w.dumps(dump(settings)), nl=False)
 
 
+@app.command("sweep")
+def run_sweep(
+    file: Annotated[Path, typer.Argument(metavar="SWEEP.toml", help="What runs there are; docs/sweeps.md.")],
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the records; runs/NAME of NAME.toml if not given.")
+    ] = None,
+    engine: Annotated[Engine, typer.Option(help="In this engine each run is made.")] = Engine.inprocess,
+    cpus: Annotated[int | None, typer.Option(min=1, help="CPUs for all runs together; all if not given.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs, where device is cuda; all if not given.")] = None,
+    per_gpu: Annotated[int, typer.Option(min=1, help="Runs at a time on each GPU.")] = 1,
+    retry: Annotated[bool, typer.Option("--retry", help="Make runs that failed before once more.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, list the runs, make none.")] = False,
+) -> None:
+    """Make many runs: a grid of settings, methods and seeds, with tuned learning rates. Those that are done stay."""
+    from fedact_flwr.sweeping import sweep
+
+    sweep(file, overrides or [], output, engine.value, cpus, gpus, per_gpu, retry, dry_run)
+
+
 Records = Annotated[
     list[Path] | None,
     typer.Argument(metavar="[RUN ...]", help="Records, or folders of records; else runs."),

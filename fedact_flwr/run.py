@@ -34,7 +34,7 @@ from fedact_flwr.record import (
     write_summary,
 )
 from fedact_flwr.server_app import check, to_resume
-from fedact_flwr.settings import Settings, SettingsError, dump, read_settings
+from fedact_flwr.settings import Settings, SettingsError, check_own_settings, dump, read_settings
 from tasks import TASKS
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,7 +48,7 @@ def run(files: Sequence[Path], overrides: Sequence[str], engine: Engine, ray: st
     console = Console()
     try:
         settings = read_settings(files, overrides, resume)
-        settings = _for_this_machine(settings, engine, ray)
+        settings = for_this_machine(settings, engine, ray)
         settings, budget = with_budget(settings)
         before = _rounds_before(settings) if settings.resume else ()
         folder = record_to_resume(settings) if settings.resume else make_folder(settings)
@@ -69,9 +69,7 @@ def run(files: Sequence[Path], overrides: Sequence[str], engine: Engine, ray: st
         console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
     if engine == "flower":
         console.print("starting Flower's simulation, which takes about half a minute", highlight=False)
-    for number in ENDING_SIGNALS:  # a plain kill or a closed terminal ends a run as cleanly as Ctrl-C
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _interrupt)
+    interrupt_on_signals()
     if before:
         console.print(f"goes on after round {before[-1]['round']}", highlight=False)
     follow = Follow(folder, settings.rounds, TASKS[settings.task].target, console, before)
@@ -112,8 +110,11 @@ def _rounds_before(settings: Settings) -> Sequence[Mapping[str, Any]]:
     return lines
 
 
-def _for_this_machine(settings: Settings, engine: Engine, ray: str | None) -> Settings:
-    """Resolve what depends on the machine, so that both engines and the record agree. Raises `SettingsError`."""
+def for_this_machine(settings: Settings, engine: Engine, ray: str | None = None, with_data: bool = True) -> Settings:
+    """Resolve what depends on the machine, so that both engines and the record agree. Raises `SettingsError`.
+
+    Not ``with_data``, the data is not looked at, which takes a while.
+    """
     if settings.split == "nodes":
         raise SettingsError(
             'split = "nodes": fedact run has no nodes with data of their own; use flwr run on a federation, see '
@@ -121,7 +122,10 @@ def _for_this_machine(settings: Settings, engine: Engine, ray: str | None) -> Se
         )
     if ray:
         _check_cluster(ray, engine)
-    check(settings)
+    if with_data:
+        check(settings)
+    else:
+        check_own_settings(settings)
     device = prepare_device(settings.device, settings.threads).type
     if settings.compile:
         try:
@@ -188,6 +192,13 @@ def _engine(engine: Engine, settings: Settings, log_path: Path, ray: str | None)
             file.close()
 
     return run
+
+
+def interrupt_on_signals() -> None:
+    """Have a plain kill and a closed terminal end this process as cleanly as Ctrl-C, by a KeyboardInterrupt."""
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -16,11 +16,11 @@ from tasks import TASKS
 from tasks.task import Task
 
 RUNNING, UNFINISHED = "running", "unfinished"  # beside those of a summary; the second ended without a word
-RECORD_FILES = (SETTINGS_FILE, ROUNDS_FILE, SUMMARY_FILE, LOG_FILE, LOCK_FILE)
+RECORD_FILES = (SETTINGS_FILE, ROUNDS_FILE, SUMMARY_FILE, LOG_FILE)
 
 # What may differ between runs that are alike: where they ran, and what was written down.
 MACHINE = (
-    "data", "device", "threads", "client_gpus", "output", "name", "metrics_to", "tensorboard", "checkpoint_every",
+    "device", "threads", "client_gpus", "output", "name", "metrics_to", "tensorboard", "checkpoint_every",
     "checkpoints_kept", "resume", "round_timeout", "node_timeout",
 )  # fmt: skip
 

@@ -1,0 +1,270 @@
+"""A sweep: a TOML file that stands for many runs, and the folder of their records.
+
+    FOLDER/sweep.toml      the file, as it was carried out
+    FOLDER/tuning/NAME     the runs that choose a learning rate
+    FOLDER/tuning.json     what they came to
+    FOLDER/runs/NAME       the runs to report
+
+docs/sweeps.md shows one in full.
+"""
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
+
+from clients.methods import CLIENT_METHODS
+from fedact_flwr.budget import with_budget
+from fedact_flwr.checkpoint import FOLDER as CHECKPOINTS
+from fedact_flwr.record import COMPLETED, FAILED
+from fedact_flwr.run import Engine, for_this_machine
+from fedact_flwr.runs import MACHINE, RUNNING, Run, read_run
+from fedact_flwr.settings import Settings, SettingsError, dump, parse, read_defaults, read_file, read_override
+from tasks import TASKS, TaskSettings
+
+SWEEP_FILE = "sweep.toml"
+TUNING_FILE = "tuning.json"
+TUNING_FOLDER = "tuning"
+RUNS_FOLDER = "runs"
+NOT_OURS = ("output", "name", "resume")
+LONGEST_NAME = 150
+
+Plain = str | bool | int | float
+Own = dict[str, Plain]  # settings of a run that are not the sweep's common ones
+Cell = tuple[tuple[str, Plain], ...]  # what is tuned at once: such settings, without the seed
+Rates = Annotated[list[PositiveFloat], Field(min_length=1)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Tune(_Table):
+    """A learning rate for each combination: the best of a grid by the task's target, the mean over these seeds."""
+
+    lr: Rates | dict[str, Rates]  # for all; or by method, or by family of the local optimizer
+    seeds: Annotated[list[int], Field(min_length=1)]
+    at: Own = Field(default_factory=dict)  # where the sweep has several values: those that the tuning has
+
+
+class Sweep(_Table):
+    """The file. Its runs are all combinations of a case and of one value for each key of the grid."""
+
+    title: str = ""
+    about: str = ""
+    conf: list[str] = Field(default_factory=list)  # files of settings, seen from this file
+    settings: Own = Field(default_factory=dict)
+    grid: dict[str, Annotated[list[Plain], Field(min_length=1)]] = Field(default_factory=dict)
+    cases: Annotated[list[Own], Field(min_length=1)] = [{}]
+    tune: Tune | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run that is wanted: its record's folder and its settings."""
+
+    folder: Path
+    settings: Settings
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of all clients; an epoch counts as one."""
+        s = self.settings
+        return s.rounds * s.clients_per_round * (s.local_epochs or s.local_steps)
+
+    def record(self) -> Run | None:
+        """The run as far as it went; None where there is no record that can be read."""
+        run = read_run(self.folder)
+        return run if isinstance(run, Run) else None
+
+    def is_left(self, retry: bool) -> bool:
+        """Whether it is to be made or to go on; where it failed only with ``retry``."""
+        record = self.record()
+        return record is None or record.status not in ((COMPLETED,) if retry else (COMPLETED, FAILED))
+
+    def has_checkpoint(self) -> bool:
+        return any((self.folder / CHECKPOINTS).glob("round-*"))
+
+    def check_folder(self) -> None:
+        """Raise `SettingsError` where the folder holds another run, or one that goes on."""
+        if (record := self.record()) is None:
+            return
+        wanted = dump(self.settings)
+        odd = [key for key in record.differing(wanted, MACHINE) if key in wanted]
+        if odd:
+            raise SettingsError(
+                f"{self.folder}: holds a run with {odd[0]} = {record.settings[odd[0]]!r}, not {wanted[odd[0]]!r}; "
+                f"allowed is another --output, or to remove it"
+            )
+        if record.status == RUNNING:
+            raise SettingsError(f"{self.folder}: that run goes on; allowed is to wait for its end")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What the tuning of a cell came to.
+
+    Attributes
+    ----------
+    cell : Cell
+    by_lr : mapping of float to float or None
+        The mean over seeds of the final target, None where a run failed.
+    best : float or None
+        The rate to report; None where all failed.
+    """
+
+    cell: Cell
+    by_lr: Mapping[float, float | None]
+    best: float | None
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Raises `SettingsError` for what the file may not say."""
+    try:
+        sweep = Sweep(**read_file(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        allowed = "" if first["loc"][0] in Sweep.model_fields else f"; allowed are {', '.join(Sweep.model_fields)}"
+        raise SettingsError(f"{path}: {where}: {first['msg']}{allowed}") from None
+    places = {
+        "settings": set(sweep.settings),
+        "grid": set(sweep.grid),
+        "cases": set[str]().union(*sweep.cases),
+        "tune": {"lr"} if sweep.tune else set(),
+    }
+    for key in sorted(set[str]().union(*places.values())):
+        if key in NOT_OURS:
+            raise SettingsError(f"{path}: {key}: a sweep has a folder of its own for records; allowed is --output")
+        if len(having := [place for place, keys in places.items() if key in keys]) > 1:
+            raise SettingsError(f"{path}: {key}: stands in {' and in '.join(having)}; allowed is one of them")
+    held = set(sweep.tune.at) if sweep.tune else set()
+    if odd := sorted(held - (places["grid"] | places["cases"]) | held & {"seed"}):
+        raise SettingsError(f"{path}: tune.at.{odd[0]}: allowed are keys of grid and cases, but for seed")
+    return sweep
+
+
+class Plan:
+    """The runs that a sweep stands for on this machine.
+
+    Parameters
+    ----------
+    path : Path
+        The sweep's file.
+    folder : Path
+        Where its records are, or will be.
+    overrides : sequence of str
+        KEY=VALUE, before what the file has in ``settings``.
+    engine : Engine
+
+    All of them are checked here, before the first one starts: raises `SettingsError`.
+    """
+
+    def __init__(self, path: Path, folder: Path, overrides: Sequence[str], engine: Engine) -> None:
+        self.path, self.folder, self.engine = path, folder.expanduser().resolve(), engine
+        self.sweep = read_sweep(path)
+        own = dict(read_override(text) for text in overrides)
+        taken = {*self.sweep.grid, *set().union(*self.sweep.cases), *NOT_OURS, *(("lr",) if self.sweep.tune else ())}
+        if odd := sorted(own.keys() & taken):
+            raise SettingsError(f"--set {odd[0]}: the sweep itself has values for it; allowed are its other settings")
+        self._common = read_defaults()
+        for file in self.sweep.conf:
+            self._common |= read_file(path.parent / file)
+        self._common |= self.sweep.settings | own
+        self._data_checked: set[tuple[object, ...]] = set()
+
+        values = [dict(zip(self.sweep.grid, chosen, strict=True)) for chosen in product(*self.sweep.grid.values())]
+        self._combinations: list[Own] = [case | chosen for case, chosen in product(self.sweep.cases, values)]
+        self._trials: dict[Cell, dict[float, list[Job]]] = {}
+        if tune := self.sweep.tune:
+            for cell in dict.fromkeys(map(self._cell, self._combinations)):
+                self._trials[cell] = {
+                    lr: [self._job(TUNING_FOLDER, dict(cell) | {"lr": lr, "seed": seed}) for seed in tune.seeds]
+                    for lr in self._rates(cell)
+                }
+        self.tuning = [job for by_lr in self._trials.values() for jobs in by_lr.values() for job in jobs]
+        self.first_rates = {cell: next(iter(by_lr)) for cell, by_lr in self._trials.items()}
+        self._check(self.tuning)
+        self.runs(self.first_rates)  # so that what is wrong with them is known before the tuning
+
+    def runs(self, rates: Mapping[Cell, float]) -> list[Job]:
+        """The runs to report, where the learning rate is tuned with that of their cell, or not at all without one."""
+        chosen = []
+        for own in self._combinations:
+            if not self.sweep.tune:
+                chosen.append(own)
+            elif (cell := self._cell(own)) in rates:
+                chosen.append(own | {"lr": rates[cell]})
+        jobs = [self._job(RUNS_FOLDER, own) for own in chosen]
+        self._check(jobs)
+        return jobs
+
+    def tuned(self) -> list[Tuned]:
+        """What the runs of the tuning came to."""
+        found = []
+        for cell, by_lr in self._trials.items():
+            task = TASKS[next(iter(by_lr.values()))[0].settings.task]
+            means = {lr: _mean([_final(job, task.target) for job in jobs]) for lr, jobs in by_lr.items()}
+            good = [lr for lr, mean in means.items() if mean is not None]
+            best = (max if task.higher_is_better else min)(good, key=lambda lr: means[lr] or 0.0, default=None)
+            found.append(Tuned(cell, means, best))
+        return found
+
+    def _cell(self, own: Own) -> Cell:
+        at = self.sweep.tune.at if self.sweep.tune else {}
+        return tuple((key, at.get(key, value)) for key, value in own.items() if key != "seed")
+
+    def _rates(self, cell: Cell) -> Sequence[float]:
+        assert self.sweep.tune
+        rates, config = self.sweep.tune.lr, self._common | dict(cell)
+        if not isinstance(rates, dict):
+            return rates
+        method = CLIENT_METHODS.get(config["method"])
+        family = method.family_with(config["local_optimizer"]) if method else ""
+        if found := rates.get(config["method"]) or rates.get(family):
+            return found
+        raise SettingsError(
+            f"{self.path}: tune.lr: neither {config['method']!r} nor its family, {family!r}, is there; allowed is a "
+            f"list for each method or family, or one list for all"
+        )
+
+    def _job(self, kind: str, own: Own) -> Job:
+        values = (f"{value:g}" if isinstance(value, float) else str(value) for value in own.values())
+        name = ",".join(f"{key}={value}" for key, value in zip(own, values, strict=True))
+        name = re.sub(r"[^\w.,=+-]", "-", name) or "run"
+        if len(name) > LONGEST_NAME:
+            name = f"{name[:LONGEST_NAME]}-{sha256(name.encode()).hexdigest()[:8]}"
+        place = {"output": str(self.folder / kind), "name": name}
+        try:
+            settings = parse(self._common | own | place)
+            relevant = tuple(getattr(settings, key) for key in ("task", "split", *TaskSettings.model_fields))
+            settings = for_this_machine(settings, self.engine, with_data=relevant not in self._data_checked)
+            self._data_checked.add(relevant)
+            settings, _ = with_budget(settings)
+        except SettingsError as error:
+            raise SettingsError(f"{self.path}: {name}: {error}") from None
+        return Job(self.folder / kind / name, settings)
+
+    def _check(self, jobs: Sequence[Job]) -> None:
+        folders: set[Path] = set()
+        for job in jobs:
+            if job.folder in folders:
+                raise SettingsError(f"{self.path}: {job.folder.name}: it has this run twice; allowed is once")
+            folders.add(job.folder)
+            job.check_folder()
+
+
+def _final(job: Job, target: str) -> float | None:
+    record = job.record()
+    return record.final[target] if record and record.status == COMPLETED and record.final else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else None

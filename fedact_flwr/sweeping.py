@@ -1,0 +1,119 @@
+"""`fedact sweep`: the runs that tune, the runs to report, and what failed of them."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from fedact_flwr.failure import BAD_SETTINGS, RUN_FAILED, RUN_INTERRUPTED, fail
+from fedact_flwr.pool import Place, Progressing, carry_out
+from fedact_flwr.record import locked
+from fedact_flwr.run import Engine, interrupt_on_signals
+from fedact_flwr.settings import SettingsError
+from fedact_flwr.sweep import SWEEP_FILE, TUNING_FILE, Job, Plan, Tuned
+
+
+def sweep(
+    path: Path,
+    overrides: Sequence[str],
+    folder: Path | None,
+    engine: Engine,
+    cpus: int | None,
+    gpus: int | None,
+    per_gpu: int,
+    retry: bool,
+    dry_run: bool,
+) -> None:
+    """Carry a sweep out, or what is left of it; the arguments are those of the command."""
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        plan = Plan(path, folder or Path("runs") / path.stem, overrides, engine)
+        runs = plan.runs(plan.first_rates)
+        places = _places([*plan.tuning, *runs], engine, cpus, gpus, per_gpu)
+        steps = sum(job.steps for job in (*plan.tuning, *runs))
+        tuning = f"{len(plan.tuning)} runs to tune the learning rate, then " if plan.tuning else ""
+        console.print(f"{tuning}{len(runs)} runs; {steps:,} steps of clients, {len(places)} runs at a time")
+        if dry_run:
+            for job in (*plan.tuning, *runs):
+                console.print(str(job.folder.relative_to(plan.folder)), markup=False)
+            return
+        _make(plan.folder, path)
+        with locked(plan.folder):
+            interrupt_on_signals()
+            try:
+                missing = _carry_out(plan, places, retry, console)
+            except KeyboardInterrupt:
+                fail(f"interrupted; the same command goes on with {plan.folder}", RUN_INTERRUPTED)
+    except SettingsError as error:
+        fail(str(error), BAD_SETTINGS)
+    console.print(f"fedact report {plan.folder} shows the results")
+    if missing:
+        fail(f"{len(missing)} of the runs to report are missing; --retry makes those that failed again", RUN_FAILED)
+
+
+def _carry_out(plan: Plan, places: Sequence[Place], retry: bool, console: Console) -> list[str]:
+    """Make what is left, list what failed, now or before, and give what is missing of the runs to report."""
+    _make_left(plan, plan.tuning, "tuning", places, retry, console)
+    tuned = plan.tuned()
+    if tuned:
+        (plan.folder / TUNING_FILE).write_text(json.dumps([_row(each) for each in tuned], indent=1) + "\n")
+    runs = plan.runs({each.cell: each.best for each in tuned if each.best is not None})
+    _make_left(plan, runs, "runs", places, retry, console)
+    failed = [job for job in (*plan.tuning, *runs) if job.is_left(retry=True)]
+    for job in failed:
+        record = job.record()
+        why = record.cause if record else "it left no record"
+        console.print(f"failed: {job.folder.relative_to(plan.folder)}: {why}", style="yellow", markup=False)
+    missing = [job.folder.name for job in failed if job in runs]
+    for each in tuned:
+        if each.best is None:
+            missing.append(", ".join(f"{key} = {value}" for key, value in each.cell))
+            console.print(f"failed: {missing[-1]}: no learning rate works", style="yellow", markup=False)
+    return missing
+
+
+def _make_left(
+    plan: Plan, jobs: Sequence[Job], what: str, places: Sequence[Place], retry: bool, console: Console
+) -> None:
+    left = [job for job in jobs if job.is_left(retry)]
+    if len(left) < len(jobs):
+        console.print(f"{what}: {len(jobs) - len(left)} of {len(jobs)} are there already")
+    with Progressing(left, console) as progress:
+        carry_out(left, plan.engine, places, progress)
+
+
+def _make(folder: Path, path: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SWEEP_FILE).write_bytes(path.read_bytes())
+    except OSError as error:
+        raise SettingsError(f"--output {folder}: {error}; allowed is a folder to write to") from None
+
+
+def _row(tuned: Tuned) -> dict[str, object]:
+    by_lr = [[lr, mean] for lr, mean in tuned.by_lr.items()]
+    return {"cell": dict(tuned.cell), "by_lr": by_lr, "best": tuned.best}
+
+
+def _places(jobs: Sequence[Job], engine: Engine, cpus: int | None, gpus: int | None, per_gpu: int) -> list[Place]:
+    """Where runs may go at a time. Raises `SettingsError` for more than the machine has."""
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(job.settings.threads for job in jobs)
+    given = here if cpus is None else cpus
+    if not threads <= given <= here:
+        raise SettingsError(f"--cpus {given}: allowed is {threads}, the threads of a run, to {here}, what is here")
+    side_by_side = given // threads if engine == "inprocess" else 1  # Flower's simulation takes the whole machine
+    if all(job.settings.device != "cuda" for job in jobs):
+        return [None] * side_by_side
+    cuda = torch.cuda.device_count()
+    used = cuda if gpus is None else gpus
+    if not 1 <= used <= cuda:
+        raise SettingsError(f"--gpus {used}: allowed is 1 to {cuda}, what is here")
+    if engine != "inprocess":
+        return [None]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(cuda)))).split(",")[:used]
+    devices: list[Place] = [*visible * per_gpu]
+    return devices[:side_by_side]
