@@ -118,6 +118,33 @@ Records = Annotated[
 ]
 
 
+class Published(StrEnum):
+    """Results that others published."""
+
+    paper = "paper"
+
+
+@app.command("report")
+def write_report(
+    records: Annotated[list[Path], typer.Argument(metavar="RUN ...", help="Records, sweeps, or folders of records.")],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where report.html and report.md go.")] = Path("report"),
+    against: Annotated[
+        Published | None, typer.Option(help="Beside the paper's numbers, where the condition is the same.")
+    ] = None,
+    baseline: Annotated[str | None, typer.Option(metavar="METHOD", help="That rounds are saved over.")] = None,
+    target: Annotated[
+        float | None, typer.Option(help="That the rounds to it are counted; else what the baseline comes to.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="A setting that may differ within a cell; repeat for more.")
+    ] = None,
+) -> None:
+    """Write what runs came to: tables, curves, costs, as one page (HTML) and as Markdown."""
+    from fedact_flwr.report import report
+
+    report(records, output, against is Published.paper, baseline, target, ignore or [])
+
+
 @app.command("list")
 def list_runs(folders: Records = None) -> None:
     """List the runs in these folders: how they ended, and with what."""

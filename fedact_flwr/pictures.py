@@ -1,10 +1,107 @@
 """Pictures, drawn with matplotlib."""
 
+from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+
+INK = "#0a0b0c"  # stands for the page's own colour while a picture is drawn
+STYLE: Any = {
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), INK), "axes.facecolor": "none", "legend.framealpha": 0.0, "legend.edgecolor": INK, "svg.fonttype": "none",
+    "svg.hashsalt": "fedact", "font.size": 9.0, "axes.grid": True, "grid.alpha": 0.25,
+}  # fmt: skip
+COLOURS = [matplotlib.colormaps["tab10"](i) for i in range(10) if i != 7]  # which is grey
+DASHES = ("-", "--", ":", "-.")
+PANELS = 3  # beside each other
+
+
+class Curve(NamedTuple):
+    """A line over x with a band of one standard deviation, which is 0 where there is none. All of shape (n,)."""
+
+    x: NDArray
+    mean: NDArray
+    deviation: NDArray
+
+
+def curves(panels: Mapping[str, Mapping[str, Curve]], x_label: str, y_label: str) -> str:
+    """An SVG with a panel for each title, of curves by label; a label has one colour in all of them."""
+    labels = list(dict.fromkeys(label for panel in panels.values() for label in panel))
+
+    def draw(axes: Axes, title: str) -> None:
+        for label, curve in panels[title].items():
+            i = labels.index(label)
+            colour, dash = COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]
+            marker = "o" if len(curve.x) < 10 else ""
+            axes.plot(curve.x, curve.mean, dash, label=label, color=colour, linewidth=1.4, marker=marker, markersize=3)
+            low, high = curve.mean - curve.deviation, curve.mean + curve.deviation
+            axes.fill_between(curve.x, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.set_title(title)
+        axes.set_xlabel(x_label)
+
+    return _panels(list(panels), draw, y_label, legend=True)
+
+
+class Grid(NamedTuple):
+    """Values, shape (rows, columns), NaN where there is none, with the names of both."""
+
+    values: NDArray
+    rows: Sequence[str]
+    columns: Sequence[str]
+
+
+def maps(panels: Mapping[str, Grid], x_label: str, y_label: str) -> str:
+    """An SVG with a map for each title, a colour and a number for each value, on one scale in all of them."""
+    low = min(np.nanmin(grid.values) for grid in panels.values())
+    high = max(np.nanmax(grid.values) for grid in panels.values())
+
+    def draw(axes: Axes, title: str) -> None:
+        values, rows, columns = panels[title]
+        axes.imshow(values, cmap="viridis", aspect="auto", vmin=low, vmax=high)
+        axes.grid(False)
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_yticks(range(len(rows)), rows)
+        for (i, j), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                dark = (value - low) < 0.6 * (high - low)
+                axes.text(
+                    j, i, f"{value:.4g}", ha="center", va="center", color="white" if dark else "black", fontsize=8
+                )
+        axes.set_title(title)
+        axes.set_xlabel(x_label)
+
+    return _panels(list(panels), draw, y_label, legend=False)
+
+
+def _panels(titles: Sequence[str], draw: Callable[[Axes, str], None], y_label: str, legend: bool) -> str:
+    across = min(PANELS, len(titles))
+    down = -(-len(titles) // across)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(1.5 + 3.4 * across, 2.9 * down), layout="constrained")
+        grid = figure.subplots(down, across, squeeze=False, sharey=True)
+        for axes, title in zip(grid.flat, titles, strict=False):
+            draw(axes, title)
+        for axes in grid.flat[len(titles) :]:
+            axes.set_axis_off()
+        figure.supylabel(y_label, fontsize=9)
+        if legend:
+            handles = {
+                label: h for axes in grid.flat for h, label in zip(*axes.get_legend_handles_labels(), strict=True)
+            }
+            figure.legend(handles.values(), handles.keys(), loc="outside right upper")
+        return _svg(figure)
+
+
+def split_svg(histograms: NDArray, title: str) -> str:
+    """What `draw_split` draws, as an SVG."""
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        return _svg(_split(histograms, title))
 
 
 def draw_split(path: Path, histograms: NDArray, title: str) -> None:
@@ -13,6 +110,10 @@ def draw_split(path: Path, histograms: NDArray, title: str) -> None:
     ``histograms`` has shape (clients, classes). The ending of ``path`` names the format. Raises OSError, and ValueError
     for a format that matplotlib does not have.
     """
+    _split(histograms, title).savefig(path, dpi=110)
+
+
+def _split(histograms: NDArray, title: str) -> Figure:
     clients, classes = histograms.shape
     figure = Figure(figsize=(max(5.0, min(12.0, 0.11 * clients)), 4.5), layout="constrained")
     sizes, cells = figure.subplots(2, 1, sharex=True, height_ratios=[1, 3])
@@ -29,4 +130,10 @@ def draw_split(path: Path, histograms: NDArray, title: str) -> None:
         if count <= 10:
             axis.set_ticks(range(count))
     figure.colorbar(image, ax=cells, label="examples of the class")
-    figure.savefig(path, dpi=110)
+    return figure
+
+
+def _svg(figure: Figure) -> str:
+    text = StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    return text.getvalue().replace(INK, "currentColor")

@@ -1,0 +1,398 @@
+"""`fedact report`: what runs came to, as a page and as Markdown."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from fedact_flwr.comparison import Column, Comparison, Row, compare, show
+from fedact_flwr.document import Block, Figure, Heading, Paragraph, Table, write_document
+from fedact_flwr.failure import BAD_SETTINGS, fail
+from fedact_flwr.paper import against_paper
+from fedact_flwr.pictures import Curve, Grid, curves, maps, split_svg
+from fedact_flwr.record import CLIENTS_FILE
+from fedact_flwr.runs import Run, Unreadable, find_runs
+from fedact_flwr.settings import SettingsError
+from fedact_flwr.sweep import RUNS_FOLDER, SWEEP_FILE, TUNING_FILE, read_sweep
+
+CURVES = {  # keys of a round's line, and what they are; the target comes before them
+    "loss": "loss on the test data",
+    "train_loss": "training loss of the clients",
+    "direction_consistency": "direction consistency",
+    "positive_score_ratio": "positive score ratio",
+    "top_score_mass": "top-p score mass",
+}
+BASELINES = ("local_adamw", "fedavg")  # the first that is there
+Cell = tuple[Row, Column]
+
+
+def report(
+    paths: Sequence[Path], output: Path, against_the_paper: bool, baseline: str | None, target: float | None,
+    ignored: Sequence[str],
+) -> None:  # fmt: skip
+    """Write the report; the arguments are those of the command."""
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        sweeps = [path for path in paths if (path / SWEEP_FILE).is_file()]
+        runs, unreadable = find_runs([path / RUNS_FOLDER if path in sweeps else path for path in paths])
+        comparison = compare(runs, ignored)
+        if not comparison.cells:
+            raise SettingsError(
+                f"{' '.join(map(str, paths))}: no run that completed; allowed are records, or folders of records"
+            )
+        methods = dict.fromkeys(row.method for row in comparison.rows)
+        if baseline is not None and baseline not in methods:
+            raise SettingsError(f"--baseline {baseline}: allowed is one of {', '.join(methods)}")
+        baseline = baseline or next((m for m in BASELINES if m in methods), next(iter(methods)))
+        title, about = _title(sweeps, comparison)
+        blocks = [
+            *([Paragraph(about)] if about else []),
+            *_overview(comparison, unreadable),
+            *_results(comparison),
+            *(against_paper(comparison) if against_the_paper else []),
+            *_tuning(sweeps),
+            *_over_rounds(comparison),
+            *_sensitivity(comparison),
+            *_rounds_to_target(comparison, baseline, target),
+            *_costs(comparison),
+            *_splits(comparison),
+            *_runs(comparison),
+        ]
+        files = write_document(output, title, blocks)
+    except SettingsError as error:
+        fail(str(error), BAD_SETTINGS)
+    except OSError as error:
+        fail(f"--output {output}: {error}; allowed is a folder to write to", BAD_SETTINGS)
+    for folder, reason in _left_out(comparison, unreadable):
+        console.print(f"left out: {folder}: {reason}", style="yellow", markup=False)
+    for note in comparison.notes:
+        console.print(note, markup=False)
+    for file in files:
+        console.print(str(file), markup=False)
+
+
+def _title(sweeps: Sequence[Path], comparison: Comparison) -> tuple[str, str]:
+    if len(sweeps) == 1:
+        sweep = read_sweep(sweeps[0] / SWEEP_FILE)
+        return sweep.title or sweeps[0].resolve().name, sweep.about.strip()
+    return f"{', '.join(dict.fromkeys(row.method for row in comparison.rows))}", ""
+
+
+def _overview(comparison: Comparison, unreadable: Sequence[Unreadable]) -> list[Block]:
+    runs = sum(len(cell) for cell in comparison.cells.values())
+    seeds = sorted({len(cell) for cell in comparison.cells.values()})
+    many = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else str(seeds[0])
+    blocks: list[Block] = [
+        Paragraph(
+            f"{runs} runs: {len(comparison.rows)} methods and variants, {len(comparison.columns)} conditions, {many} "
+            f"seeds each. Numbers are means over seeds, ± their standard deviation."
+        )
+    ]
+    blocks += [Paragraph(note) for note in comparison.notes]
+    left_out = [f"`{folder.name}`: {reason}" for folder, reason in _left_out(comparison, unreadable)]
+    if left_out:
+        blocks.append(Paragraph(f"Left out, {len(left_out)}: " + "; ".join(left_out)))
+    return blocks
+
+
+def _left_out(comparison: Comparison, unreadable: Sequence[Unreadable]) -> list[tuple[Path, str]]:
+    runs = [(each.run.folder, each.reason) for each in comparison.left_out]
+    return [*runs, *((each.folder, each.reason) for each in unreadable)]
+
+
+def _results(comparison: Comparison) -> list[Block]:
+    """The table, and what its first places are worth."""
+    usual = statistics.mode(len(cell) for cell in comparison.cells.values())
+    winners = {column: comparison.ranking(column)[0] for column in comparison.columns}
+    rows, bold = [], set()
+    for i, row in enumerate(comparison.rows):
+        entries = [row.label]
+        for j, column in enumerate(comparison.columns):
+            finals = list(comparison.finals(row, column).values())
+            entries.append(_spread(finals, column, usual))
+            if winners[column] == row and len(comparison.ranking(column)) > 1:
+                bold.add((i, j + 1))
+        rows.append(entries)
+    header = ["method", *(f"{column.label}: {_target(column)}" for column in comparison.columns)]
+    blocks: list[Block] = [Heading("Results"), Paragraph("After the last round; the best mean of a condition in bold.")]
+    blocks.append(Table(header, rows, frozenset(bold)))
+
+    tests = []
+    for column in comparison.columns:
+        if test := comparison.paired_test(column):
+            p = "-" if test.p is None else f"{test.p:.3f}" if test.p >= 0.001 else "below 0.001"
+            difference = f"{_scale(column) * test.difference:+.4g}"
+            tests.append([column.label, test.best.label, test.other.label, difference, str(test.seeds), p])
+    if tests:
+        blocks.append(
+            Paragraph(
+                "The best against the runner-up: mean difference over the seeds that both have, and p of a two-sided "
+                "paired t-test, not corrected for the choice of the two."
+            )
+        )
+        blocks.append(Table(["condition", "best", "runner-up", "difference", "seeds", "p"], tests))
+    return blocks
+
+
+def _tuning(sweeps: Sequence[Path]) -> list[Block]:
+    blocks: list[Block] = []
+    for sweep in sweeps:
+        if not (sweep / TUNING_FILE).is_file():
+            continue
+        tune = read_sweep(sweep / SWEEP_FILE).tune
+        rows = []
+        for tuned in _read_tuning(sweep / TUNING_FILE):
+            cell = ", ".join(f"{key} = {show(value)}" for key, value in tuned["cell"].items())
+            tried = ", ".join(f"{lr:g}: {'failed' if mean is None else f'{mean:.4g}'}" for lr, mean in tuned["by_lr"])
+            edge = tuned["best"] in (tuned["by_lr"][0][0], tuned["by_lr"][-1][0]) and len(tuned["by_lr"]) > 1
+            best = "none" if tuned["best"] is None else f"{tuned['best']:g}"
+            rows.append([cell, best, "the edge of the grid" if edge else "", tried])
+        seeds = ", ".join(map(str, tune.seeds)) if tune else ""
+        blocks.append(Heading("Learning rates"))
+        blocks.append(
+            Paragraph(f"The best by the mean of the final target over other seeds ({seeds}), and all that was tried.")
+        )
+        blocks.append(Table(["tuned for", "learning rate", "", "target by learning rate"], rows))
+    return blocks
+
+
+def _read_tuning(path: Path) -> list[dict]:
+    try:
+        rows: list[dict] = json.loads(path.read_text())
+        for row in rows:
+            dict(row["cell"]), [(float(lr), mean) for lr, mean in row["by_lr"]], row["best"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"{path}: {error}; allowed is what a sweep writes") from None
+    return rows
+
+
+def _over_rounds(comparison: Comparison) -> list[Block]:
+    blocks: list[Block] = []
+    targets = dict.fromkeys(column.task.target for column in comparison.columns)
+    for key in dict.fromkeys((*targets, *CURVES)):
+        panels: dict[str, dict[str, Curve]] = {}
+        for column in comparison.columns:
+            if key in targets and key not in CURVES and key != column.task.target:
+                continue
+            found = {
+                row.label: curve
+                for row in comparison.rows
+                if (curve := _curve(comparison.cells.get((row, column), ()), key, _scale_of(key))) is not None
+            }
+            if found:
+                panels[column.label] = found
+        if panels:
+            what = _target_words(key) if key in targets else CURVES[key]
+            caption = f"{what[0].upper()}{what[1:]} over rounds: mean over seeds, band of one standard deviation."
+            blocks.append(Figure(f"rounds-{key}", caption, curves(panels, "round", what)))
+    return [Heading("Over rounds"), *blocks] if blocks else []
+
+
+def _curve(runs: Sequence[Run], key: str, scale: float) -> Curve | None:
+    """Over the rounds that all of the runs have a value for."""
+    by_run = [{line["round"]: line[key] for line in run.rounds if line.get(key) is not None} for run in runs]
+    rounds = sorted(set.intersection(*(set(values) for values in by_run))) if by_run else []
+    if not rounds:
+        return None
+    values = scale * np.array([[run[r] for r in rounds] for run in by_run])
+    deviation = values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(rounds))
+    return Curve(np.array(rounds), values.mean(0), deviation)
+
+
+def _sensitivity(comparison: Comparison) -> list[Block]:
+    """Of methods whose rows differ by one number a curve, and by two a map."""
+    blocks: list[Block] = []
+    for method in dict.fromkeys(row.method for row in comparison.rows):
+        rows = [row for row in comparison.rows if row.method == method and row.own]
+        keys = [key for key, _ in rows[0].own] if rows else []
+        if not 1 <= len(keys) <= 2 or not all(_is_number(value) for row in rows for _, value in row.own):
+            continue
+        axes = [sorted({dict(row.own)[key] for row in rows}) for key in keys]
+        at = {tuple(dict(row.own)[key] for key in keys): row for row in rows}
+        if max(len(axis) for axis in axes) < 2:
+            continue
+        caption = f"{method}: the final target by {' and '.join(keys)}, mean over seeds."
+        name = f"sensitivity-{method}-{'-'.join(keys)}"
+        if len(keys) == 1:
+            panels: dict[str, dict[str, Curve]] = {}
+            for column in comparison.columns:
+                spreads = {x: _scaled(comparison, at[(x,)], column) for x in axes[0]}
+                known = {x: values for x, values in spreads.items() if values}
+                if known:
+                    mean = np.array([statistics.fmean(values) for values in known.values()])
+                    deviation = np.array([statistics.stdev(v) if len(v) > 1 else 0.0 for v in known.values()])
+                    panels[column.label] = {method: Curve(np.array(list(known)), mean, deviation)}
+            svg = curves(panels, keys[0], "final target")
+        else:
+            grids = {}
+            for column in comparison.columns:
+                values = np.full((len(axes[0]), len(axes[1])), np.nan)
+                for (a, b), row in at.items():
+                    if finals := _scaled(comparison, row, column):
+                        values[axes[0].index(a), axes[1].index(b)] = statistics.fmean(finals)
+                if np.isfinite(values).any():
+                    grids[column.label] = Grid(values, *([show(value) for value in axis] for axis in axes))
+            svg = maps(grids, keys[1], keys[0])
+        blocks.append(Figure(name, caption, svg))
+    return [Heading("Sensitivity"), *blocks] if blocks else []
+
+
+def _rounds_to_target(comparison: Comparison, baseline: str, target: float | None) -> list[Block]:
+    rows = []
+    for column in comparison.columns:
+        base = next((row for row in comparison.rows if row.method == baseline and comparison.finals(row, column)), None)
+        if base is None and target is None:
+            continue
+        wanted = statistics.fmean(comparison.finals(base, column).values()) if target is None and base else target
+        assert wanted is not None
+        wanted = wanted if target is None else wanted / _scale(column)
+        reached = {
+            row: [_first_round(run, wanted) for run in comparison.cells[row, column]]
+            for row in comparison.rows
+            if (row, column) in comparison.cells
+        }
+        needed = {row: _mean_of_all(rounds) for row, rounds in reached.items()}
+        for row, rounds in reached.items():
+            known = [r for r in rounds if r is not None]
+            words = f"{statistics.fmean(known):.1f}" if known else "-"
+            if len(known) < len(rounds):
+                words += f" ({len(known)} of {len(rounds)} runs)"
+            base_rounds, own = needed.get(base) if base else None, needed[row]
+            saving = f"{base_rounds / own:.2f}" if base_rounds and own else "-"
+            rows.append([column.label, f"{_scale(column) * wanted:.4g}", row.label, words, saving])
+    if not rows:
+        return []
+    which = "the target that was given" if target is not None else f"the mean to which {baseline} comes in the end"
+    return [
+        Heading("Rounds to a target"),
+        Paragraph(
+            f"The first evaluated round at which a run is at least as good as {which}, mean over seeds, and how many "
+            f"times fewer that is than {baseline} needs; without a factor where a run never came there."
+        ),
+        Table(["condition", "target", "method", "rounds", f"times fewer than {baseline}"], rows),
+    ]
+
+
+def _first_round(run: Run, wanted: float) -> int | None:
+    sign = 1 if run.task.higher_is_better else -1
+    lines = ((line["round"], line.get(run.task.target)) for line in run.rounds)
+    return next((r for r, value in lines if value is not None and sign * value >= sign * wanted), None)
+
+
+def _mean_of_all(rounds: Sequence[int | None]) -> float | None:
+    known = [r for r in rounds if r is not None]
+    return statistics.fmean(known) if known and len(known) == len(rounds) else None
+
+
+def _costs(comparison: Comparison) -> list[Block]:
+    rows = []
+    for column in comparison.columns:
+        for row in comparison.rows:
+            if runs := comparison.cells.get((row, column)):
+                lines = [line for run in runs for line in run.rounds if line["round"] > 0]
+                mean = {key: _mean_in(lines, key) for key in ("bytes_sent", "bytes_received", "client_seconds")}
+                seconds = [a_round for run in runs if (a_round := _seconds_a_round(run)) is not None]
+                megabytes = [_number(mean[key], 1e-6) for key in ("bytes_sent", "bytes_received")]
+                median = statistics.median(seconds) if seconds else None
+                rows.append(
+                    [column.label, row.label, *megabytes, _number(median, 1.0), _number(mean["client_seconds"], 1.0)]
+                )
+    return [
+        Heading("Bytes and time"),
+        Paragraph(
+            "Of a round: megabytes to all of its clients and back, seconds of the whole, evaluation included (median over "
+            "runs), and of one client's work. Times are those of the machine that made the runs, beside whatever else it did."
+        ),
+        Table(["condition", "method", "MB down", "MB up", "seconds", "seconds of a client"], rows),
+    ]
+
+
+def _seconds_a_round(run: Run) -> float | None:
+    first, last = run.rounds[0], run.rounds[-1]
+    rounds = last["round"] - first["round"]
+    return (last["seconds"] - first["seconds"]) / rounds if rounds else None
+
+
+def _splits(comparison: Comparison) -> list[Block]:
+    """Of each condition that differs in it, of its first seed."""
+    blocks: list[Block] = []
+    drawn: set[str] = set()
+    for i, column in enumerate(comparison.columns):
+        for run in (run for row in comparison.rows for run in comparison.cells.get((row, column), ())):
+            try:
+                clients = json.loads((run.folder / CLIENTS_FILE).read_text())
+                histograms = np.array([client["labels"] for client in clients], dtype=np.int64)
+            except (OSError, ValueError, KeyError, TypeError, OverflowError):
+                continue
+            if histograms.ndim == 2 and histograms.size and histograms.min() >= 0 and histograms.max() > 0:
+                if (known := histograms.tobytes().hex()) not in drawn:
+                    drawn.add(known)
+                    title = f"{column.label}, seed {run.settings['seed']}"
+                    caption = f"Examples of each class of each client: {title}."
+                    blocks.append(Figure(f"split-{i + 1}", caption, split_svg(histograms, title)))
+                break
+    return [Heading("The split"), *blocks] if blocks else []
+
+
+def _runs(comparison: Comparison) -> list[Block]:
+    """What it takes to make them again."""
+    common = ", ".join(f"{key} = {show(value)}" for key, value in comparison.common.items())
+    rows = [
+        [row.label, column.label, f"{run.settings['lr']:g}", str(run.settings["seed"]), f"`{run.folder.name}`"]
+        for (row, column), runs in comparison.cells.items()
+        for run in runs
+    ]
+    return [
+        Heading("Runs"),
+        Paragraph(f"Settings of all: {common}."),
+        Table(["method", "condition", "lr", "seed", "record"], sorted(rows)),
+    ]
+
+
+def _scale_of(key: str) -> float:
+    return 100.0 if key.endswith("accuracy") else 1.0
+
+
+def _scale(column: Column) -> float:
+    """Shares in percent."""
+    return _scale_of(column.task.target)
+
+
+def _target_words(key: str) -> str:
+    return key.replace("_", " ") + (" %" if _scale_of(key) != 1 else "")
+
+
+def _target(column: Column) -> str:
+    return _target_words(column.task.target)
+
+
+def _scaled(comparison: Comparison, row: Row, column: Column) -> list[float]:
+    return [_scale(column) * value for value in comparison.finals(row, column).values()]
+
+
+def _spread(values: Sequence[float], column: Column, usual: int) -> str:
+    """Mean and standard deviation, and of how many where that is not the usual number."""
+    if not values:
+        return "-"
+    scaled = [_scale(column) * value for value in values]
+    digits = 1 if _scale(column) != 1 else 3
+    text = f"{statistics.fmean(scaled):.{digits}f}"
+    if len(scaled) > 1:
+        text += f" ± {statistics.stdev(scaled):.{digits}f}"
+    return text if len(values) == usual else f"{text} ({len(values)})"
+
+
+def _mean_in(lines: Sequence[Mapping[str, float]], key: str) -> float | None:
+    values = [line[key] for line in lines if line.get(key) is not None]
+    return statistics.fmean(values) if values else None
+
+
+def _number(value: float | None, scale: float) -> str:
+    return "-" if value is None else f"{scale * value:.3g}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
