@@ -11,7 +11,8 @@ from typing import Any
 
 from rich.progress import track
 
-from fedact_flwr.record import COMPLETED, read_summary
+from fedact_flwr.failure import COMPLETED
+from fedact_flwr.record import read_summary
 from fedact_flwr.settings import SETTINGS_FILE, dump, parse, read_defaults, read_file, read_override
 from strategies import RunFailed
 

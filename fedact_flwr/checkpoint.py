@@ -37,7 +37,7 @@ PREFIX, UNFINISHED = "round-", ".unfinished-"
 
 # What a resumed run may have otherwise. `rounds` may only grow.
 MAY_CHANGE = (
-    "rounds", "output", "name", "resume", "tensorboard", "checkpoint_every", "checkpoints_kept", "max_failed_rounds",
+    "rounds", "output", "name", "resume", "metrics_to", "checkpoint_every", "checkpoints_kept", "max_failed_rounds",
     "round_timeout", "node_timeout", "client_gpus",
 )  # fmt: skip
 

@@ -2,17 +2,18 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from scipy.stats import ttest_rel
 
 from clients.local_optimizers import LOCAL_OPTIMIZERS
-from fedact_flwr.record import COMPLETED
+from fedact_flwr.failure import COMPLETED
 from fedact_flwr.runs import MACHINE, Run
 from fedact_flwr.settings import AUTO, method_settings
 from strategies import STRATEGIES
+from tasks import TASKS
 from tasks.task import Task
 
 # Settings of how one learns, and not of what is learned; rows differ by them. What follows from others comes first.
@@ -45,10 +46,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """A condition: the settings in which it differs from others."""
+    """A condition: the settings in which it differs from others; of a single one, what is learned."""
 
     own: tuple[tuple[str, Any], ...]
-    task: Task = field(compare=False)
+    task_name: str
+
+    @property
+    def task(self) -> Task:
+        return TASKS[self.task_name]
 
     @property
     def label(self) -> str:
@@ -57,7 +62,7 @@ class Column:
         if values.get("split", "dirichlet") == "dirichlet" and "dirichlet_alpha" in values:
             names.append(f"Dir({show(values.pop('dirichlet_alpha'))})")
             values.pop("split", None)
-        return ", ".join((*names, *(f"{key} = {show(value)}" for key, value in values.items()))) or "all"
+        return ", ".join((*names, *(f"{key} = {show(value)}" for key, value in values.items())))
 
 
 Cells = Mapping[tuple[Row, Column], Sequence[Run]]
@@ -95,7 +100,8 @@ class Comparison:
     def notes(self) -> list[str]:
         """In what the runs differ beside method and seed, in sentences."""
         notes = []
-        if keys := list(dict.fromkeys(key for column in self.columns for key, _ in column.own)):
+        keys = list(dict.fromkeys(key for column in self.columns for key, _ in column.own))
+        if len(self.columns) > 1:
             notes.append(
                 f"The runs differ in more than method and seed: in {', '.join(keys)}. Each combination is a "
                 f"condition of its own; nothing is averaged over them."
@@ -162,10 +168,10 @@ def compare(runs: Sequence[Run], ignored: Sequence[str] = ()) -> Comparison:
 
     ignored = (*ignored, *MACHINE, *OBSERVING, "seed")
     keys = [key for key in dict.fromkeys(key for run in good for key in run.settings) if key not in ignored]
-    column_keys = _differing(good, [key for key in keys if key not in ROW_KEYS])
+    column_keys = _differing(good, [key for key in keys if key not in ROW_KEYS]) or ["task", "model"]
     columns: dict[Column, list[Run]] = {}
     for run in good:
-        columns.setdefault(Column(_values(run, column_keys), run.task), []).append(run)
+        columns.setdefault(Column(_values(run, column_keys), run.settings["task"]), []).append(run)
 
     row_keys = [key for key in ROW_KEYS if key in keys and key != "method"]
     own = {

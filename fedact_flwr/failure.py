@@ -1,4 +1,4 @@
-"""How a command of `fedact` fails: one line, and an exit code."""
+"""How a run ends, and how a command of `fedact` fails: one line, and an exit code."""
 
 from typing import NoReturn
 
@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 
 BAD_SETTINGS, RUN_FAILED, RUN_INTERRUPTED = 2, 1, 130
+COMPLETED, FAILED, INTERRUPTED = "completed", "failed", "interrupted"  # the status in a record's summary
 
 
 def fail(message: str, code: int) -> NoReturn:

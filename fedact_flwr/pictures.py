@@ -12,9 +12,11 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 INK = "#0a0b0c"  # stands for the page's own colour while a picture is drawn
+INKED = (
+    "text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color", "legend.edgecolor",
+)  # fmt: skip
 STYLE: Any = {
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor"), INK),
-    **dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), INK), "axes.facecolor": "none", "legend.framealpha": 0.0, "legend.edgecolor": INK, "svg.fonttype": "none",
+    **dict.fromkeys(INKED, INK), "axes.facecolor": "none", "legend.framealpha": 0.0, "svg.fonttype": "none",
     "svg.hashsalt": "fedact", "font.size": 9.0, "axes.grid": True, "grid.alpha": 0.25,
 }  # fmt: skip
 COLOURS = [matplotlib.colormaps["tab10"](i) for i in range(10) if i != 7]  # which is grey

@@ -18,7 +18,8 @@ import tomli_w
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from fedact_flwr.record import COMPLETED, ROUNDS_FILE
+from fedact_flwr.failure import COMPLETED
+from fedact_flwr.record import ROUNDS_FILE
 from fedact_flwr.run import Engine
 from fedact_flwr.settings import dump
 from fedact_flwr.sweep import Job

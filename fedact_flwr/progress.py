@@ -16,12 +16,16 @@ from fedact_flwr.record import ROUNDS_FILE
 
 POLL_SECONDS = 0.2
 TABLE_ROWS = 12
+BAR_WIDTH = 8
+BLOCKS = "▁▂▃▄▅▆▇█"
+SPARKLINE_WIDTH = 16
 
 
 class Follow:
     """Shows each round of the record in ``folder`` as it is written, while the block runs.
 
-    A progress bar in a terminal, one plain line per round elsewhere. Of a run that goes on, ``lines`` are known.
+    In a terminal a progress bar and a sparkline of the target, elsewhere one plain line per round. Of a run
+    that goes on, ``lines`` are known.
     """
 
     def __init__(
@@ -38,7 +42,7 @@ class Follow:
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._progress = Progress(
             TextColumn("round {task.completed}/{task.total}"),
-            BarColumn(bar_width=8),
+            BarColumn(bar_width=BAR_WIDTH),
             TextColumn("{task.fields[status]}"),
             console=console,
             disable=not console.is_terminal,
@@ -92,15 +96,27 @@ class Follow:
             text = f"round {line['round']}, {failure}"
             self.console.print(text, style="yellow", highlight=False, soft_wrap=True, markup=False)
         parts = [f"{key} {_number(line[key])}" for key in (self.target, "loss", "train_loss") if key in line]
+        if self.console.is_terminal:
+            parts = parts[:2]  # the sparkline needs the room of the third
         if line.get("failures"):
             parts.append(f"{line['failures']} failed")
         if len(self.lines) > self._resumed + 2:  # the first also pays for the start and tells nothing
             parts.append(f"{self._seconds_left():.0f} s left")
         status = "  ".join(parts)
         if self.console.is_terminal:
+            rest = self.console.width - len(f"round {line['round']}/{self.rounds} ") - BAR_WIDTH - len(f" {status}  ")
+            status += f"  {self._sparkline(min(rest, SPARKLINE_WIDTH))}"
             self._progress.update(self._bar, completed=line["round"], status=status)
         else:
             self.console.print(f"round {line['round']}/{self.rounds}  {status}", highlight=False, soft_wrap=True)
+
+    def _sparkline(self, width: int) -> str:
+        """The target's last values, as many as ``width``, between the least and the greatest of them."""
+        values = [line[self.target] for line in self.lines if line.get(self.target) is not None][-max(width, 0) :]
+        if width < 1 or not values or self.console.options.ascii_only:
+            return ""
+        low, span = min(values), max(values) - min(values) or 1.0
+        return "".join(BLOCKS[round((value - low) / span * (len(BLOCKS) - 1))] for value in values)
 
     def _seconds_left(self) -> float:
         first, last = self.lines[self._resumed + 1], self.lines[-1]

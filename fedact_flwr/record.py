@@ -3,6 +3,7 @@
 * settings.toml: every setting; `fedact run RECORD/settings.toml --set name=auto` repeats the run
 * clients.json: how many examples of each class each client has, where the server knows
 * rounds.jsonl: one line per round, written as the round ends; round 0 is the model before training
+* rounds.csv, and what ``metrics_to`` names: the same numbers where people look (`fedact_flwr.sinks`)
 * checkpoints: what a run needs to go on (`fedact_flwr.checkpoint`)
 * model.safetensors: the final model's state dict
 * summary.json: how the run ended, final and best metrics, duration, versions
@@ -28,7 +29,10 @@ from flwr.common import log
 from numpy.typing import NDArray
 from torch import nn
 
+from fedact_flwr.failure import COMPLETED, FAILED, INTERRUPTED
+from fedact_flwr.files import write_whole
 from fedact_flwr.settings import AUTO, SETTINGS_FILE, Settings, SettingsError, dump
+from fedact_flwr.sinks import Sinks
 from strategies.versions import package_version, versions
 from tasks.task import Task
 
@@ -37,8 +41,6 @@ ROUNDS_FILE = "rounds.jsonl"
 SUMMARY_FILE = "summary.json"
 LOCK_FILE = "lock"
 LOG_FILE = "run.log"
-
-COMPLETED, FAILED, INTERRUPTED = "completed", "failed", "interrupted"
 
 
 def make_folder(settings: Settings) -> Path:
@@ -92,16 +94,12 @@ class RunRecord:
         self.task = task
         self.rounds: list[dict[str, Any]] = [dict(line) for line in rounds]
         self._started = time.monotonic() - (self.rounds[-1]["seconds"] if self.rounds else 0.0)
-        _write(self.folder / SETTINGS_FILE, tomli_w.dumps(dump(settings) | {"resume": ""}))
+        config = dump(settings) | {"resume": ""}
+        write_whole(self.folder / SETTINGS_FILE, tomli_w.dumps(config))
         (self.folder / SUMMARY_FILE).unlink(missing_ok=True)
         write_rounds(self.folder, self.rounds)
         self._lines = self._open.enter_context((self.folder / ROUNDS_FILE).open("a"))
-        self._tensorboard = None
-        if settings.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            first = self.rounds[-1]["round"] + 1 if self.rounds else None
-            self._tensorboard = SummaryWriter(str(self.folder / "tensorboard"), purge_step=first)
+        self._sinks = Sinks(settings.sinks, config, self.folder, self.rounds)
 
     def write_clients(self, histograms: NDArray) -> None:
         """``histograms``: examples of each class of each client, shape (clients, classes)."""
@@ -120,14 +118,7 @@ class RunRecord:
         self.rounds.append(line)
         self._lines.write(json.dumps(line) + "\n")
         self._lines.flush()
-        if self._tensorboard:
-            try:
-                for key, value in metrics.items():
-                    self._tensorboard.add_scalar(key, value, metrics["round"])
-                self._tensorboard.flush()
-            except Exception as error:  # a picture of the run is no reason to end it
-                log(ERROR, "TensorBoard gets no more scalars: %s: %s", type(error).__name__, error)
-                self._tensorboard = None
+        self._sinks.log(line)
 
     def write_model(self, model: nn.Module) -> None:
         self.task.save(model, self.folder)
@@ -138,40 +129,27 @@ class RunRecord:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._tensorboard:
-            self._tensorboard.close()
         if error is None:
             status, cause = COMPLETED, None
         elif isinstance(error, KeyboardInterrupt | SystemExit):  # Flower ends a run that it stops by SystemExit
             status, cause = INTERRUPTED, "interrupted"
         else:
             status, cause = FAILED, f"{type(error).__name__}: {error}"
-        self._open.close()
         try:
             write_summary(self.folder, status, cause, results(self.rounds, self.task))
         except OSError as full:
             if error is None:
+                status = FAILED
                 raise
             log(ERROR, "%s can't be written: %s", SUMMARY_FILE, full)
+        finally:  # last, since it may take a while, and not every run that is stopped is given one
+            self._sinks.close(status)
+            self._open.close()
 
 
 def write_rounds(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """rounds.jsonl, of these lines."""
-    _write(folder / ROUNDS_FILE, "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _write(path: Path, text: str) -> None:
-    """In whole, or not at all: what was there before stays where the disk is full."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        with unfinished.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    write_whole(folder / ROUNDS_FILE, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def record_to_resume(settings: Settings) -> Path:
@@ -228,7 +206,7 @@ def write_summary(folder: Path, status: str, cause: str | None, results: Mapping
         **results,
         "versions": {"fedact-flwr": package_version("fedact-flwr"), **versions()},
     }
-    _write(folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+    write_whole(folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:

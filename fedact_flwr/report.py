@@ -15,7 +15,7 @@ from fedact_flwr.paper import against_paper
 from fedact_flwr.pictures import Curve, Grid, curves, maps, split_svg
 from fedact_flwr.record import CLIENTS_FILE
 from fedact_flwr.runs import Run, Unreadable, find_runs
-from fedact_flwr.settings import SettingsError
+from fedact_flwr.settings import SettingsError, dump, parse, read_defaults
 from fedact_flwr.sweep import RUNS_FOLDER, SWEEP_FILE, TUNING_FILE, read_sweep
 
 CURVES = {  # keys of a round's line, and what they are; the target comes before them
@@ -85,12 +85,9 @@ def _overview(comparison: Comparison, unreadable: Sequence[Unreadable]) -> list[
     runs = sum(len(cell) for cell in comparison.cells.values())
     seeds = sorted({len(cell) for cell in comparison.cells.values()})
     many = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else str(seeds[0])
-    blocks: list[Block] = [
-        Paragraph(
-            f"{runs} runs: {len(comparison.rows)} methods and variants, {len(comparison.columns)} conditions, {many} "
-            f"seeds each. Numbers are means over seeds, ± their standard deviation."
-        )
-    ]
+    counts = f"Runs: {runs}. Methods and variants: {len(comparison.rows)}. Conditions: {len(comparison.columns)}. "
+    meaning = f"Seeds of each: {many}. Numbers are means over seeds, ± their standard deviation."
+    blocks: list[Block] = [Paragraph(counts + meaning)]
     blocks += [Paragraph(note) for note in comparison.notes]
     left_out = [f"`{folder.name}`: {reason}" for folder, reason in _left_out(comparison, unreadable)]
     if left_out:
@@ -147,7 +144,8 @@ def _tuning(sweeps: Sequence[Path]) -> list[Block]:
         for tuned in _read_tuning(sweep / TUNING_FILE):
             cell = ", ".join(f"{key} = {show(value)}" for key, value in tuned["cell"].items())
             tried = ", ".join(f"{lr:g}: {'failed' if mean is None else f'{mean:.4g}'}" for lr, mean in tuned["by_lr"])
-            edge = tuned["best"] in (tuned["by_lr"][0][0], tuned["by_lr"][-1][0]) and len(tuned["by_lr"]) > 1
+            rates = [lr for lr, _ in tuned["by_lr"]]
+            edge = tuned["best"] in (min(rates), max(rates)) and len(rates) > 1
             best = "none" if tuned["best"] is None else f"{tuned['best']:g}"
             rows.append([cell, best, "the edge of the grid" if edge else "", tried])
         seeds = ", ".join(map(str, tune.seeds)) if tune else ""
@@ -297,14 +295,14 @@ def _costs(comparison: Comparison) -> list[Block]:
                 seconds = [a_round for run in runs if (a_round := _seconds_a_round(run)) is not None]
                 megabytes = [_number(mean[key], 1e-6) for key in ("bytes_sent", "bytes_received")]
                 median = statistics.median(seconds) if seconds else None
-                rows.append(
-                    [column.label, row.label, *megabytes, _number(median, 1.0), _number(mean["client_seconds"], 1.0)]
-                )
+                times = [_number(value, 1.0) for value in (median, mean["client_seconds"])]
+                rows.append([column.label, row.label, *megabytes, *times])
     return [
         Heading("Bytes and time"),
         Paragraph(
-            "Of a round: megabytes to all of its clients and back, seconds of the whole, evaluation included (median over "
-            "runs), and of one client's work. Times are those of the machine that made the runs, beside whatever else it did."
+            "Of a round: megabytes to all of its clients and back, seconds of the whole, evaluation included (median "
+            "over runs), and of one client's work. Times are those of the machine that made the runs, beside whatever "
+            "else it did."
         ),
         Table(["condition", "method", "MB down", "MB up", "seconds", "seconds of a client"], rows),
     ]
@@ -339,7 +337,9 @@ def _splits(comparison: Comparison) -> list[Block]:
 
 def _runs(comparison: Comparison) -> list[Block]:
     """What it takes to make them again."""
-    common = ", ".join(f"{key} = {show(value)}" for key, value in comparison.common.items())
+    usual = dump(parse(read_defaults() | {"task": comparison.columns[0].task_name}))
+    own = {key: value for key, value in comparison.common.items() if value != usual.get(key) or key == "task"}
+    common = ", ".join(f"{key} = {show(value)}" for key, value in own.items())
     rows = [
         [row.label, column.label, f"{run.settings['lr']:g}", str(run.settings["seed"]), f"`{run.folder.name}`"]
         for (row, column), runs in comparison.cells.items()
@@ -347,7 +347,7 @@ def _runs(comparison: Comparison) -> list[Block]:
     ]
     return [
         Heading("Runs"),
-        Paragraph(f"Settings of all: {common}."),
+        Paragraph(f"Settings that all share and that are not the defaults: {common}."),
         Table(["method", "condition", "lr", "seed", "record"], sorted(rows)),
     ]
 

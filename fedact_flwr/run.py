@@ -18,11 +18,9 @@ from clients.device import UnavailableDevice, prepare_device, require_compiler
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.budget import with_budget
 from fedact_flwr.checkpoint import FOLDER as CHECKPOINTS
-from fedact_flwr.failure import BAD_SETTINGS, RUN_FAILED, RUN_INTERRUPTED, fail
+from fedact_flwr.failure import BAD_SETTINGS, FAILED, INTERRUPTED, RUN_FAILED, RUN_INTERRUPTED, fail
 from fedact_flwr.progress import Follow
 from fedact_flwr.record import (
-    FAILED,
-    INTERRUPTED,
     LOG_FILE,
     SUMMARY_FILE,
     locked,

@@ -20,7 +20,7 @@ RECORD_FILES = (SETTINGS_FILE, ROUNDS_FILE, SUMMARY_FILE, LOG_FILE)
 
 # What may differ between runs that are alike: where they ran, and what was written down.
 MACHINE = (
-    "device", "threads", "client_gpus", "output", "name", "metrics_to", "tensorboard", "checkpoint_every",
+    "device", "threads", "client_gpus", "output", "name", "metrics_to", "checkpoint_every",
     "checkpoints_kept", "resume", "round_timeout", "node_timeout",
 )  # fmt: skip
 

@@ -170,8 +170,12 @@ def _clients_folder(record: Path, folder: str, settings: Settings) -> str:
 def check(settings: Settings) -> None:
     """What only the machine and the data can tell about the settings. Raises `SettingsError`."""
     check_own_settings(settings)
-    if settings.tensorboard and find_spec("tensorboard") is None:
-        raise SettingsError("tensorboard = true: the package tensorboard is not installed; allowed is false")
+    # a folder of that name, such as W&B makes, can be imported too, but has no origin
+    if missing := [name for name in settings.sinks if getattr(find_spec(name), "origin", None) is None]:
+        raise SettingsError(
+            f"metrics_to = {settings.metrics_to!r}: it needs packages that are not installed, {', '.join(missing)}; "
+            f"see the optional dependencies in pyproject.toml"
+        )
     own_data = settings.split == "nodes"  # the nodes check theirs
     check_task(settings, train=not own_data, test=settings.evaluate_every > 0)
     try:

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from clients.local_optimizers import LOCAL_OPTIMIZERS
 from clients.methods import CLIENT_METHODS
 from clients.settings import LocalSettings
+from fedact_flwr.sinks import SINKS
 from strategies import STRATEGIES, ServerSettings
 from tasks import TASKS, TaskSettings
 from tasks.split import SplitSettings
@@ -42,10 +43,21 @@ class Settings(ServerSettings, LocalSettings, SplitSettings, TaskSettings):
     client_gpus: NonNegativeFloat | None
     output: str
     name: str
-    tensorboard: bool
+    metrics_to: Annotated[
+        str,
+        Field(
+            pattern=rf"^(({'|'.join(SINKS)})(, *({'|'.join(SINKS)}))*)?$",
+            description=f'"" or any of {", ".join(SINKS)}, with commas between',
+        ),
+    ]
     checkpoint_every: NonNegativeInt
     checkpoints_kept: PositiveInt
     resume: str
+
+    @property
+    def sinks(self) -> list[str]:
+        """The names in ``metrics_to``, each once."""
+        return list(dict.fromkeys(name.strip() for name in self.metrics_to.split(",") if name))
 
 
 def read_defaults() -> dict[str, Any]:

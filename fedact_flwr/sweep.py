@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationErro
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.budget import with_budget
 from fedact_flwr.checkpoint import FOLDER as CHECKPOINTS
-from fedact_flwr.record import COMPLETED, FAILED
+from fedact_flwr.failure import COMPLETED, FAILED
 from fedact_flwr.run import Engine, for_this_machine
 from fedact_flwr.runs import MACHINE, RUNNING, Run, read_run
 from fedact_flwr.settings import Settings, SettingsError, dump, parse, read_defaults, read_file, read_override

@@ -302,7 +302,7 @@ def test_changed_settings_are_refused(setting: str, message: str, ended: Path) -
 
 
 def test_what_may_change_may(ended: Path) -> None:
-    result = run("--resume", str(ended), *sets("rounds=4", "tensorboard=true", "checkpoint_every=1"))
+    result = run("--resume", str(ended), *sets("rounds=4", "metrics_to=tensorboard", "checkpoint_every=1"))
     assert result.exit_code == 0, result.output
     assert json.loads((ended / "summary.json").read_text())["rounds"] == 4
     assert list((ended / "tensorboard").glob("events.*"))

@@ -44,7 +44,7 @@ def rounds_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_record_of_a_run(make_settings: MakeSettings) -> None:
-    settings = make_settings(**SMALL, tensorboard=True)
+    settings = make_settings(**SMALL)
     folder = run(settings)
     with (folder / "settings.toml").open("rb") as file:
         assert parse(tomllib.load(file)) == settings
@@ -63,22 +63,6 @@ def test_the_record_of_a_run(make_settings: MakeSettings) -> None:
     assert (summary["status"], summary["rounds"]) == ("completed", 3)
     assert summary["final"] == rounds[-1]
     assert summary["best"]["accuracy"] == max(line["accuracy"] for line in rounds)
-    assert list((folder / "tensorboard").glob("events.*"))
-
-
-def test_a_tensorboard_that_fails_ends_no_run(
-    make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    def full(*_: object) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
-    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
-    folder = run(make_settings(**SMALL, tensorboard=True))
-    assert len(rounds_of(folder)) == 3
-    assert caplog.text.count("TensorBoard gets no more scalars: OSError: No space left on device") == 1
 
 
 def test_the_final_model_is_the_one_evaluated_last(make_settings: MakeSettings) -> None:
