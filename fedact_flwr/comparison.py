@@ -11,7 +11,7 @@ from scipy.stats import ttest_rel
 from clients.local_optimizers import LOCAL_OPTIMIZERS
 from fedact_flwr.failure import COMPLETED
 from fedact_flwr.runs import MACHINE, Run
-from fedact_flwr.settings import AUTO, method_settings
+from fedact_flwr.settings import AUTO, Settings, method_settings
 from strategies import STRATEGIES
 from tasks import TASKS
 from tasks.task import Task
@@ -20,7 +20,7 @@ from tasks.task import Task
 ROW_KEYS = tuple(
     dict.fromkeys(
         (
-            "lr", "weight_decay", "server_lr", "beta1", "beta2", "method",
+            "lr", "weight_decay", "server_lr", "beta1", "beta2", "alpha", "gamma", "method",
             *(key for m in STRATEGIES for o in (AUTO, *LOCAL_OPTIMIZERS) for key in method_settings(m, o)),
             "wire_delta", "aggregation", "trim", "weighting", "norm_gate", "norm_gate_factor", "clip_norm",
         )
@@ -191,7 +191,7 @@ def compare(runs: Sequence[Run], ignored: Sequence[str] = ()) -> Comparison:
                 cell.append(run)
 
     rows = sorted({row for row, _ in cells}, key=lambda row: (list(STRATEGIES).index(row.method), _sortable(row.own)))
-    common = {key: good[0].settings.get(key) for key in keys} if good else {}
+    common = {key: good[0].effective.get(key) for key in keys} if good else {}
     shared = {key: value for key, value in common.items() if not _differing(good, [key])}
     return Comparison(rows, sorted(columns, key=lambda c: _sortable(c.own)), cells, shared, left_out)
 
@@ -206,20 +206,20 @@ def _telling(groups: Sequence[Sequence[Run]], keys: Sequence[str]) -> list[str]:
         rest = [other for other in needed if other != key]
         if all(_determined(group, rest, key) for group in groups):
             needed = rest
-    return needed
+    return sorted(needed, key=list(Settings.model_fields).index)
 
 
 def _determined(runs: Sequence[Run], by: Sequence[str], key: str) -> bool:
     seen: dict[tuple[tuple[str, Any], ...], Any] = {}
-    return all(seen.setdefault(_values(run, by), run.settings.get(key)) == run.settings.get(key) for run in runs)
+    return all(seen.setdefault(_values(run, by), run.effective.get(key)) == run.effective.get(key) for run in runs)
 
 
 def _differing(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
-    return [key for key in keys if len({run.settings.get(key) for run in runs}) > 1]
+    return [key for key in keys if len({run.effective.get(key) for run in runs}) > 1]
 
 
 def _values(run: Run, keys: Sequence[str]) -> tuple[tuple[str, Any], ...]:
-    return tuple((key, run.settings.get(key)) for key in keys)
+    return tuple((key, run.effective.get(key)) for key in keys)
 
 
 def _sortable(own: Sequence[tuple[str, Any]]) -> list[tuple[str, float, str]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fedact_flwr.comparison import OBSERVING, Comparison, show
 from fedact_flwr.document import Block, Heading, Paragraph, Table
-from fedact_flwr.runs import MACHINE, Run
+from fedact_flwr.runs import MACHINE, Run, effective
 from fedact_flwr.settings import PROJECT, dump, parse, read_defaults, read_file
 
 RESULTS = Path(__file__).with_name("paper_results.json")
@@ -88,14 +88,18 @@ def against_paper(comparison: Comparison) -> list[Block]:
     else:
         blocks.append(Paragraph("None of these runs was made under the conditions of one of the paper's numbers."))
     for reason, cells in elsewhere.items():
-        blocks.append(Paragraph(f"Not compared, since {reason}: {'; '.join(cells)}."))
+        which = "all" if len(cells) == len(comparison.cells) else "; ".join(cells)
+        blocks.append(Paragraph(f"Not compared, since {reason}: {which}."))
     return blocks
 
 
 def values_for(run: Run) -> tuple[list[Value], str | None]:
     """The paper's numbers for a run, or why there are none."""
-    s = run.settings
-    near = [value for value in _values() if value.method == s["method"] and _same_kind(value, s)]
+    s = run.effective
+    near = [value for value in _values() if _same_kind(value, s)]
+    if not near:
+        return [], f"the paper has nothing on {s['task']} with {s['model']}"
+    near = [value for value in near if value.method == s["method"]]
     if not near:
         return [], f"the paper has no {s['method']} on {s['task']} with {s['model']}"
     differences = {value: value.differences(s) for value in near}
@@ -103,7 +107,7 @@ def values_for(run: Run) -> tuple[list[Value], str | None]:
         return same, None
     fewest = min(differences.values(), key=len)
     more = f" and {len(fewest) - MAX_DIFFERENCES} more" if len(fewest) > MAX_DIFFERENCES else ""
-    return [], f"{', '.join(fewest[:MAX_DIFFERENCES])}{more}"
+    return [], f"{'; '.join(fewest[:MAX_DIFFERENCES])}{more}"
 
 
 def _same_kind(value: Value, settings: Mapping[str, Any]) -> bool:
@@ -112,8 +116,9 @@ def _same_kind(value: Value, settings: Mapping[str, Any]) -> bool:
 
 
 @cache
-def _settings(conf: str, method: str, own: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    return dump(parse(read_defaults() | read_file(CONF / f"{conf}.toml") | {"method": method} | dict(own)))
+def _settings(conf: str, method: str, own: tuple[tuple[str, Any], ...]) -> Mapping[str, Any]:
+    settings = dump(parse(read_defaults() | read_file(CONF / f"{conf}.toml") | {"method": method} | dict(own)))
+    return effective(settings)
 
 
 @cache

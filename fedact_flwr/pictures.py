@@ -9,6 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 INK = "#0a0b0c"  # stands for the page's own colour while a picture is drawn
@@ -32,9 +33,8 @@ class Curve(NamedTuple):
     deviation: NDArray
 
 
-def curves(panels: Mapping[str, Mapping[str, Curve]], x_label: str, y_label: str) -> str:
-    """An SVG with a panel for each title, of curves by label; a label has one colour in all of them."""
-    labels = list(dict.fromkeys(label for panel in panels.values() for label in panel))
+def curves(panels: Mapping[str, Mapping[str, Curve]], x_label: str, y_label: str, labels: Sequence[str]) -> str:
+    """An SVG with a panel for each title, of curves by label; the place of a label in ``labels`` gives its colour."""
 
     def draw(axes: Axes, title: str) -> None:
         for label, curve in panels[title].items():
@@ -44,10 +44,12 @@ def curves(panels: Mapping[str, Mapping[str, Curve]], x_label: str, y_label: str
             axes.plot(curve.x, curve.mean, dash, label=label, color=colour, linewidth=1.4, marker=marker, markersize=3)
             low, high = curve.mean - curve.deviation, curve.mean + curve.deviation
             axes.fill_between(curve.x, low, high, color=colour, alpha=0.15, linewidth=0)
+        if all(np.equal(curve.x, np.round(curve.x)).all() for curve in panels[title].values()):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_title(title)
         axes.set_xlabel(x_label)
 
-    return _panels(list(panels), draw, y_label, legend=True)
+    return _panels(list(panels), draw, y_label, legend=len(labels) if len(labels) > 1 else 0)
 
 
 class Grid(NamedTuple):
@@ -78,14 +80,15 @@ def maps(panels: Mapping[str, Grid], x_label: str, y_label: str) -> str:
         axes.set_title(title)
         axes.set_xlabel(x_label)
 
-    return _panels(list(panels), draw, y_label, legend=False)
+    return _panels(list(panels), draw, y_label, legend=0)
 
 
-def _panels(titles: Sequence[str], draw: Callable[[Axes, str], None], y_label: str, legend: bool) -> str:
+def _panels(titles: Sequence[str], draw: Callable[[Axes, str], None], y_label: str, legend: int) -> str:
+    """``legend`` is how many entries it has room for."""
     across = min(PANELS, len(titles))
     down = -(-len(titles) // across)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(1.5 + 3.4 * across, 2.9 * down), layout="constrained")
+        figure = Figure(figsize=(1.5 + 3.4 * across, max(2.9 * down, 0.4 + 0.165 * legend)), layout="constrained")
         grid = figure.subplots(down, across, squeeze=False, sharey=True)
         for axes, title in zip(grid.flat, titles, strict=False):
             draw(axes, title)

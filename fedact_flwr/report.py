@@ -78,7 +78,7 @@ def _title(sweeps: Sequence[Path], comparison: Comparison) -> tuple[str, str]:
     if len(sweeps) == 1:
         sweep = read_sweep(sweeps[0] / SWEEP_FILE)
         return sweep.title or sweeps[0].resolve().name, sweep.about.strip()
-    return f"{', '.join(dict.fromkeys(row.method for row in comparison.rows))}", ""
+    return f"{sum(map(len, comparison.cells.values()))} runs", ""
 
 
 def _overview(comparison: Comparison, unreadable: Sequence[Unreadable]) -> list[Block]:
@@ -170,6 +170,7 @@ def _read_tuning(path: Path) -> list[dict]:
 def _over_rounds(comparison: Comparison) -> list[Block]:
     blocks: list[Block] = []
     targets = dict.fromkeys(column.task.target for column in comparison.columns)
+    labels = [row.label for row in comparison.rows]
     for key in dict.fromkeys((*targets, *CURVES)):
         panels: dict[str, dict[str, Curve]] = {}
         for column in comparison.columns:
@@ -185,7 +186,7 @@ def _over_rounds(comparison: Comparison) -> list[Block]:
         if panels:
             what = _target_words(key) if key in targets else CURVES[key]
             caption = f"{what[0].upper()}{what[1:]} over rounds: mean over seeds, band of one standard deviation."
-            blocks.append(Figure(f"rounds-{key}", caption, curves(panels, "round", what)))
+            blocks.append(Figure(f"rounds-{key}", caption, curves(panels, "round", what, labels)))
     return [Heading("Over rounds"), *blocks] if blocks else []
 
 
@@ -223,7 +224,7 @@ def _sensitivity(comparison: Comparison) -> list[Block]:
                     mean = np.array([statistics.fmean(values) for values in known.values()])
                     deviation = np.array([statistics.stdev(v) if len(v) > 1 else 0.0 for v in known.values()])
                     panels[column.label] = {method: Curve(np.array(list(known)), mean, deviation)}
-            svg = curves(panels, keys[0], "final target")
+            svg = curves(panels, keys[0], "final target", [method])
         else:
             grids = {}
             for column in comparison.columns:

@@ -5,12 +5,12 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from fedact_flwr.record import LOCK_FILE, LOG_FILE, ROUNDS_FILE, SUMMARY_FILE
-from fedact_flwr.settings import SETTINGS_FILE, SettingsError, dump, parse, read_defaults, read_file
+from fedact_flwr.settings import AUTO, SETTINGS_FILE, SettingsError, dump, parse, read_defaults, read_file
 from strategies import STRATEGIES
 from tasks import TASKS
 from tasks.task import Task
@@ -65,6 +65,10 @@ class Run:
         evaluated = [line for line in self.rounds if line.get(self.task.target) is not None]
         return max(evaluated, key=lambda line: sign * line[self.task.target]) if evaluated else None
 
+    @cached_property
+    def effective(self) -> Mapping[str, Any]:
+        return effective(self.settings)
+
     def differing(self, other: Mapping[str, Any], ignored: Sequence[str] = ()) -> list[str]:
         """The keys, in the order of the record, whose values differ from another's settings."""
         keys = dict.fromkeys((*self.settings, *other))
@@ -77,6 +81,13 @@ class Unreadable:
 
     folder: Path
     reason: str
+
+
+def effective(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with numbers where alpha and gamma are "auto"."""
+    tau = settings["tau"]
+    usual = {"alpha": 1 / tau if tau else AUTO, "gamma": tau}
+    return {key: usual.get(key, value) if value == AUTO else value for key, value in settings.items()}
 
 
 def read_run(folder: Path) -> Run | Unreadable:
@@ -139,6 +150,8 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     for key, registry in (("task", TASKS), ("method", STRATEGIES)):
         if not isinstance(settings[key], str) or settings[key] not in registry:
             raise ValueError(f"{SETTINGS_FILE}: {key} = {settings[key]!r}: this version has none of that name")
+    if type(settings["tau"]) not in (int, float):
+        raise ValueError(f"{SETTINGS_FILE}: tau = {settings['tau']!r}: not a number")
     for key in ("seed", "rounds", "clients", "clients_per_round", "local_steps"):
         if type(settings[key]) is not int:
             raise ValueError(f"{SETTINGS_FILE}: {key} = {settings[key]!r}: not a whole number")

@@ -1,15 +1,18 @@
 """A network of processes on this machine, for the tests that need one."""
 
+import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
 
-from fedact_flwr.settings import Settings, dump
+from fedact_flwr.record import ROUNDS_FILE, SUMMARY_FILE
+from fedact_flwr.settings import SETTINGS_FILE, Settings, dump, parse, read_defaults
 from fedact_flwr.simulation import BIN, _end, _environment, _free_port, _wait_until_listening
 
 
@@ -60,3 +63,19 @@ class Network:
 @pytest.fixture
 def network(tmp_path: Path) -> Network:
     return Network(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def write_record() -> Callable[..., Path]:
+    """Writes a record as a run would, of these lines, with these settings."""
+
+    def write(folder: Path, lines: list[dict[str, Any]], status: str = "completed", **own: Any) -> Path:
+        folder.mkdir(parents=True)
+        (folder / SETTINGS_FILE).write_text(tomli_w.dumps(dump(parse(read_defaults() | own))))
+        (folder / ROUNDS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if status != "unfinished":
+            cause = None if status == "completed" else "RunFailed: round 2"
+            (folder / SUMMARY_FILE).write_text(json.dumps({"status": status, "cause": cause}))
+        return folder
+
+    return write

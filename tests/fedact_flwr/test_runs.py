@@ -1,12 +1,10 @@
 """Records read back: `fedact list`, `show` and `compare`, and what is no record."""
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -14,7 +12,7 @@ from typer.testing import CliRunner
 from fedact_flwr.cli import app
 from fedact_flwr.record import LOCK_FILE, ROUNDS_FILE, SUMMARY_FILE, locked
 from fedact_flwr.runs import Run, Unreadable, find_runs, read_run
-from fedact_flwr.settings import SETTINGS_FILE, dump, parse, read_defaults
+from fedact_flwr.settings import SETTINGS_FILE
 
 LINES = [
     {"round": 0, "loss": 2.5, "accuracy": 0.1, "seconds": 0.5},
@@ -24,23 +22,13 @@ LINES = [
 ]  # fmt: skip
 
 
-def write_record(folder: Path, lines: list[dict[str, Any]] = LINES, status: str = "completed", **own: Any) -> Path:
-    folder.mkdir(parents=True)
-    (folder / SETTINGS_FILE).write_text(tomli_w.dumps(dump(parse(read_defaults() | own))))
-    (folder / ROUNDS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if status != "unfinished":
-        cause = None if status == "completed" else "RunFailed: round 2"
-        (folder / SUMMARY_FILE).write_text(json.dumps({"status": status, "cause": cause}))
-    return folder
-
-
 def fedact(*arguments: object) -> tuple[int, str]:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return result.exit_code, result.output
 
 
-def test_a_record_is_read_back(tmp_path: Path) -> None:
-    run = read_run(write_record(tmp_path / "a", seed=3, rho=0.25))
+def test_a_record_is_read_back(write_record: Any, tmp_path: Path) -> None:
+    run = read_run(write_record(tmp_path / "a", LINES, seed=3, rho=0.25))
     assert isinstance(run, Run)
     assert (run.status, run.cause, run.settings["rho"], run.settings["seed"]) == ("completed", None, 0.25, 3)
     assert run.rounds == LINES
@@ -48,8 +36,8 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
     assert run.best == LINES[1]
 
 
-def test_a_line_that_its_writer_did_not_finish_is_left_out(tmp_path: Path) -> None:
-    folder = write_record(tmp_path / "a", status="unfinished")
+def test_a_line_that_its_writer_did_not_finish_is_left_out(write_record: Any, tmp_path: Path) -> None:
+    folder = write_record(tmp_path / "a", LINES, status="unfinished")
     with (folder / ROUNDS_FILE).open("a") as file:
         file.write('{"round": 3, "lo')
     run = read_run(folder)
@@ -60,8 +48,8 @@ def test_a_line_that_its_writer_did_not_finish_is_left_out(tmp_path: Path) -> No
         assert read_run(folder).status == "running"  # type: ignore[union-attr]
 
 
-def test_a_record_of_an_older_version_has_the_defaults_of_what_came_since(tmp_path: Path) -> None:
-    folder = write_record(tmp_path / "a")
+def test_a_record_of_an_older_version_has_the_defaults_of_what_came_since(write_record: Any, tmp_path: Path) -> None:
+    folder = write_record(tmp_path / "a", LINES)
     kept = [line for line in (folder / SETTINGS_FILE).read_text().splitlines() if not line.startswith("wire_delta")]
     (folder / SETTINGS_FILE).write_text("\n".join([*kept, 'of_old = "yes"']))
     run = read_run(folder)
@@ -84,9 +72,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("reason", BROKEN)
-def test_what_can_not_be_read_is_listed_and_left_out(reason: str, tmp_path: Path) -> None:
-    write_record(tmp_path / "good")
-    BROKEN[reason](write_record(tmp_path / "bad"))
+def test_what_can_not_be_read_is_listed_and_left_out(reason: str, write_record: Any, tmp_path: Path) -> None:
+    write_record(tmp_path / "good", LINES)
+    BROKEN[reason](write_record(tmp_path / "bad", LINES))
     runs, unreadable = find_runs([tmp_path])
     assert [run.folder.name for run in runs] == ["good"]
     assert [folder.folder.name for folder in unreadable] == ["bad"]
@@ -100,9 +88,9 @@ def test_what_can_not_be_read_is_listed_and_left_out(reason: str, tmp_path: Path
 
 
 @given(st.sampled_from([SETTINGS_FILE, ROUNDS_FILE, SUMMARY_FILE, LOCK_FILE]), st.binary() | st.text().map(str.encode))
-def test_any_bytes_are_read_or_said_to_be_unreadable(name: str, content: bytes) -> None:
+def test_any_bytes_are_read_or_said_to_be_unreadable(write_record: Any, name: str, content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        record = write_record(Path(folder) / "a")
+        record = write_record(Path(folder) / "a", LINES)
         (record / name).write_bytes(content)
         run = read_run(record)
         assert isinstance(run, Run) or (isinstance(run, Unreadable) and "\n" not in run.reason)
@@ -116,7 +104,7 @@ JSON = st.recursive(
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(["round", "seconds", "accuracy", "failed", "loss"]), JSON)))
-def test_any_lines_are_numbers_or_unreadable(lines: list[dict[str, Any]]) -> None:
+def test_any_lines_are_numbers_or_unreadable(write_record: Any, lines: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = read_run(write_record(Path(folder) / "a", lines))
         if isinstance(run, Run):
@@ -125,8 +113,8 @@ def test_any_lines_are_numbers_or_unreadable(lines: list[dict[str, Any]]) -> Non
             assert run.final is None or isinstance(run.final["accuracy"], int | float)
 
 
-def test_list(tmp_path: Path) -> None:
-    write_record(tmp_path / "sweep" / "one", method="fedavg", seed=1, rounds=2)
+def test_list(write_record: Any, tmp_path: Path) -> None:
+    write_record(tmp_path / "sweep" / "one", LINES, method="fedavg", seed=1, rounds=2)
     write_record(tmp_path / "sweep" / "two", LINES[:2], "interrupted", rounds=2)
     (tmp_path / "sweep" / "figures").mkdir()
     (tmp_path / "sweep" / "figures" / "a.svg").write_text("no record")
@@ -139,8 +127,8 @@ def test_list(tmp_path: Path) -> None:
     assert two.split()[1:6] == ["interrupted", "fedact", "digits", "42", "1/2"]
 
 
-def test_show(tmp_path: Path) -> None:
-    folder = write_record(tmp_path / "a", status="failed", rounds=2, rho=0.25, method="fedadamw")
+def test_show(write_record: Any, tmp_path: Path) -> None:
+    folder = write_record(tmp_path / "a", LINES, status="failed", rounds=2, rho=0.25, method="fedadamw")
     code, output = fedact("show", folder)
     assert code == 0
     assert f"{folder}: failed, RunFailed: round 2" in output
@@ -153,8 +141,8 @@ def test_show(tmp_path: Path) -> None:
     assert "1 failed replies:\n  round 1, partition 3, node 7: no reply in time" in output
 
 
-def test_compare(tmp_path: Path) -> None:
-    write_record(tmp_path / "a", rho=0.25)
+def test_compare(write_record: Any, tmp_path: Path) -> None:
+    write_record(tmp_path / "a", LINES, rho=0.25)
     write_record(tmp_path / "b", LINES[:2], "failed", seed=7)
     code, output = fedact("compare", tmp_path / "a", tmp_path / "b")
     assert code == 0
@@ -166,7 +154,7 @@ def test_compare(tmp_path: Path) -> None:
     assert not any(row[0] == "rounds" and row[1:] == ["60", "60"] for row in rows if row)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_nothing_there(write_record: Any, tmp_path: Path) -> None:
     assert fedact("list", tmp_path / "no") == (
         2,
         f"error: {tmp_path / 'no'}: not there; allowed is the folder of a record, or one with such folders\n",

@@ -1,0 +1,297 @@
+"""`fedact report`: what shares a cell, what is worked out from it, and that all of it is on the page."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fedact_flwr.cli import app
+from fedact_flwr.comparison import compare
+from fedact_flwr.document import Figure, Paragraph, Table, to_html, to_markdown
+from fedact_flwr.paper import _values, values_for
+from fedact_flwr.record import CLIENTS_FILE
+from fedact_flwr.runs import Run, find_runs, read_run
+from fedact_flwr.settings import PROJECT, read_file
+
+Record = Callable[..., Path]
+
+
+@pytest.fixture
+def record(write_record: Record) -> Record:
+    """A run whose rounds 0, 1, 2, ... end with these accuracies, 2 seconds each; its clients hold two classes."""
+
+    def write(folder: Path, accuracies: Sequence[float], status: str = "completed", **own: Any) -> Path:
+        lines: list[dict[str, Any]] = [
+            {"round": r, "loss": 1 - a, "accuracy": a, "seconds": 2.0 * r} for r, a in enumerate(accuracies)
+        ]
+        for line in lines[1:]:
+            line |= {"bytes_sent": 3e6, "bytes_received": 1e6, "client_seconds": 0.25, "train_loss": 0.5}
+            line |= {"direction_consistency": 0.5, "positive_score_ratio": 0.6, "top_score_mass": 0.7}
+        write_record(folder, lines, status, rounds=len(accuracies) - 1, **own)
+        clients = [{"client": 0, "examples": 3, "labels": [1, 2]}, {"client": 1, "examples": 4, "labels": [0, 4]}]
+        (folder / CLIENTS_FILE).write_text(json.dumps(clients))
+        return folder
+
+    return write
+
+
+def report(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["report", *(str(argument) for argument in arguments)])
+    return result.exit_code, result.output
+
+
+def rows_of(markdown: str, heading: str, table: int = 0) -> list[list[str]]:
+    """The rows of a table below a heading, without the header."""
+    section = markdown[markdown.index(f"\n## {heading}\n") + 4 :].split("\n## ")[0]
+    lines = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)[table].splitlines()[2:]
+    return [[entry.strip() for entry in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.fixture
+def runs(record: Record, tmp_path: Path) -> Path:
+    """Two methods, two conditions, three seeds; fedact is 0.1, 0.2 and 0.3 better at 0.1, and worse at 0.6."""
+    for seed, (ours, theirs) in enumerate([(0.6, 0.5), (0.7, 0.5), (0.8, 0.5)], 1):
+        record(tmp_path / f"a{seed}", [0.1, 0.55, ours], method="fedact", seed=seed, dirichlet_alpha=0.1)
+        record(tmp_path / f"b{seed}", [0.1, 0.3, theirs], method="local_adamw", seed=seed, dirichlet_alpha=0.1)
+        record(tmp_path / f"c{seed}", [0.1, 0.2, 0.4], method="fedact", seed=seed, dirichlet_alpha=0.6)
+        record(tmp_path / f"d{seed}", [0.1, 0.2, 0.9], method="local_adamw", seed=seed, dirichlet_alpha=0.6)
+    return tmp_path
+
+
+def test_the_tables(runs: Path, tmp_path: Path) -> None:
+    """By hand: 70 and sd 10; t = 0.2 / (0.1 / sqrt 3), so with two degrees of freedom p = 1 - t / sqrt(2 + t^2)."""
+    code, output = report(runs, "--output", tmp_path / "out")
+    assert code == 0, output
+    assert "The runs differ in more than method and seed: in dirichlet_alpha." in output
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "| method | Dir(0.1): accuracy % | Dir(0.6): accuracy % |" in text
+    assert rows_of(text, "Results") == [
+        ["local_adamw", "50.0 ± 0.0", "**90.0 ± 0.0**"], ["fedact", "**70.0 ± 10.0**", "40.0 ± 0.0"],
+    ]  # fmt: skip
+    assert rows_of(text, "Results", 1) == [
+        ["Dir(0.1)", "fedact", "local_adamw", "+20", "3", "0.074"],
+        ["Dir(0.6)", "local_adamw", "fedact", "+50", "3", "-"],
+    ]  # fmt: skip
+    assert rows_of(text, "Rounds to a target") == [
+        ["Dir(0.1)", "50", "local_adamw", "2.0", "1.00"], ["Dir(0.1)", "50", "fedact", "1.0", "2.00"],
+        ["Dir(0.6)", "90", "local_adamw", "2.0", "1.00"], ["Dir(0.6)", "90", "fedact", "- (0 of 3 runs)", "-"],
+    ]  # fmt: skip
+    assert rows_of(text, "Bytes and time")[0] == ["Dir(0.1)", "local_adamw", "3", "1", "2", "0.25"]
+    assert len(rows_of(text, "Runs")) == 12
+    assert "rounds = 2, task = digits" in text
+
+
+def test_a_given_target_and_baseline(runs: Path, tmp_path: Path) -> None:
+    assert report(runs, "--output", tmp_path / "out", "--target", 55, "--baseline", "fedact")[0] == 0
+    rows = rows_of((tmp_path / "out" / "report.md").read_text(), "Rounds to a target")
+    assert rows[0] == ["Dir(0.1)", "55", "local_adamw", "- (0 of 3 runs)", "-"]
+    assert rows[1] == ["Dir(0.1)", "55", "fedact", "1.0", "1.00"]
+    assert rows[2] == ["Dir(0.6)", "55", "local_adamw", "2.0", "-"]
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, Mapping[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attributes)))
+
+    def count(self, tag: str) -> int:
+        return [name for name, _ in self.tags].count(tag)
+
+
+def test_all_of_it_is_on_a_page_that_needs_nothing_else(record: Record, runs: Path, tmp_path: Path) -> None:
+    for tau in (0.3, 0.7):
+        for gamma in (0.1, 0.9):
+            own = {"tau": tau, "gamma": gamma, "dirichlet_alpha": 0.1, "seed": 1}
+            record(runs / f"map-{tau}-{gamma}", [0.1, 0.2, tau], method="fedact", **own)
+    assert report(runs, "--output", tmp_path / "out")[0] == 0
+    html, text = ((tmp_path / "out" / name).read_text() for name in ("report.html", "report.md"))
+    page = Page(html)
+    figures = re.findall(r"!\[.*\]\((.*)\)", text)
+    assert figures == [
+        *(f"figures/rounds-{key}.svg" for key in (
+            "accuracy", "loss", "train_loss", "direction_consistency", "positive_score_ratio", "top_score_mass",
+        )),
+        "figures/sensitivity-fedact-tau-gamma.svg", "figures/split-1.svg",
+    ]  # fmt: skip
+    assert page.count("figure") == page.count("svg") == len(figures)
+    assert all((tmp_path / "out" / figure).read_text().startswith("<?xml") for figure in figures)
+    tables = len(re.findall(r"^\|---", text, re.MULTILINE))
+    assert page.count("table") == tables == 5
+    assert page.count("h2") == len(re.findall(r"^## ", text, re.MULTILINE))
+    for tag, attributes in page.tags:  # nothing is fetched
+        assert tag not in ("script", "link", "img", "iframe")
+        links = [attributes.get("href") or "", attributes.get("xlink:href") or "", attributes.get("src") or ""]
+        assert all(link == "" or link.startswith(("#", "data:")) for link in links)
+    assert "url(http" not in html
+    assert "color-scheme: light dark" in html
+    assert "currentColor" in html
+    assert not any("currentColor" in (tmp_path / "out" / figure).read_text() for figure in figures)
+
+
+def test_the_same_runs_give_the_same_report(runs: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        assert report(runs, "--output", tmp_path / "out" / name)[0] == 0
+    first, second = (tmp_path / "out" / name / "report.html" for name in ("one", "two"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def labels(folder: Path) -> dict[str, list[str]]:
+    """The names of the runs in each cell."""
+    comparison = compare(find_runs([folder])[0])
+    return {
+        f"{row.label} | {column.label}": [run.folder.name for run in cell]
+        for (row, column), cell in comparison.cells.items()
+    }
+
+
+def test_a_learning_rate_that_follows_from_the_condition_makes_no_rows(record: Record, tmp_path: Path) -> None:
+    record(tmp_path / "a", [0.1, 0.5], lr=0.1, dirichlet_alpha=0.1)
+    record(tmp_path / "b", [0.1, 0.5], lr=0.2, dirichlet_alpha=0.6)
+    assert labels(tmp_path) == {"fedact | Dir(0.1)": ["a"], "fedact | Dir(0.6)": ["b"]}
+
+
+def test_one_that_follows_from_a_setting_of_the_method_makes_none_either(record: Record, tmp_path: Path) -> None:
+    record(tmp_path / "a", [0.1, 0.5], lr=0.1, rho=0.1, seed=1)
+    record(tmp_path / "b", [0.1, 0.5], lr=0.1, rho=0.1, seed=2)
+    record(tmp_path / "c", [0.1, 0.5], lr=0.2, rho=0.2, seed=1)
+    assert labels(tmp_path) == {"fedact, rho = 0.1 | digits, vit": ["a", "b"], "fedact, rho = 0.2 | digits, vit": ["c"]}
+
+
+def test_what_differs_in_more_than_the_seed_is_never_averaged(record: Record, tmp_path: Path) -> None:
+    for name, own in {
+        "a": {}, "b": {"seed": 2}, "lr": {"lr": 0.1}, "batch": {"batch_size": 8}, "wire": {"wire_delta": "int8"},
+    }.items():  # fmt: skip
+        record(tmp_path / name, [0.1, 0.5], **own)
+    cells = labels(tmp_path)
+    assert sorted(cells.values()) == [["a", "b"], ["batch"], ["lr"], ["wire"]] or ["b", "a"] in cells.values()
+    assert "fedact, lr = 0.1, wire_delta = float32 | batch_size = 16" in cells
+    assert "fedact, lr = 0.003, wire_delta = float32 | batch_size = 8" in cells
+
+
+def test_what_only_the_machine_or_the_watching_differs_in_is_alike(record: Record, tmp_path: Path) -> None:
+    record(tmp_path / "a", [0.1, 0.5], threads=1, evaluate_every=1, name="a")
+    record(tmp_path / "b", [0.1, 0.5], threads=2, evaluate_every=5, name="b", seed=2, diagnostics=False)
+    assert labels(tmp_path) == {"fedact | digits, vit": ["b", "a"]}
+
+
+def test_a_setting_can_be_ignored(record: Record, tmp_path: Path) -> None:
+    record(tmp_path / "a", [0.1, 0.5], data="here", task="fashion_mnist")
+    record(tmp_path / "b", [0.1, 0.5], data="there", task="fashion_mnist", seed=1)
+    assert len(compare(find_runs([tmp_path])[0]).columns) == 2
+    assert len(compare(find_runs([tmp_path])[0], ["data"]).columns) == 1
+
+
+def test_runs_that_did_not_complete_or_are_there_twice_are_listed_and_left_out(record: Record, tmp_path: Path) -> None:
+    record(tmp_path / "good", [0.1, 0.5])
+    record(tmp_path / "good2", [0.1, 0.5])
+    record(tmp_path / "failed", [0.1, 0.9], "failed", seed=1)
+    record(tmp_path / "half", [0.1, 0.9], "unfinished", seed=2)
+    (record(tmp_path / "broken", [0.1, 0.9]) / "summary.json").write_text("{")
+    code, output = report(tmp_path, "--output", tmp_path / "out")
+    assert code == 0
+    for line in (
+        f"left out: {tmp_path / 'good2'}: the same run as good",
+        f"left out: {tmp_path / 'failed'}: failed: RunFailed: round 2",
+        f"left out: {tmp_path / 'half'}: unfinished: it ended without a word",
+        f"left out: {tmp_path / 'broken'}: summary.json: not a run's summary",
+    ):
+        assert line in output
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert rows_of(text, "Results") == [["fedact", "50.0"]]
+    assert "Left out, 4: `failed`: failed: RunFailed: round 2; " in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--baseline", "fedavg"], "--baseline fedavg: allowed is one of fedact"),
+        (["--output", "file/there"], "--output file/there: "),
+    ],
+)
+def test_wrong_options(
+    record: Record, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    record(tmp_path / "runs" / "a", [0.1, 0.5])
+    (tmp_path / "file").touch()
+    code, output = report("runs", *options)
+    assert code == 2
+    assert f"error: {message}" in output
+    assert output.count("\n") == 1
+
+
+def test_nothing_to_report(record: Record, tmp_path: Path) -> None:
+    record(tmp_path / "a", [0.1, 0.2], "failed")
+    code, output = report(tmp_path)
+    assert code == 2
+    assert f"error: {tmp_path}: no run that completed; allowed are records, or folders of records" in output
+    assert report(tmp_path / "no")[0] == 2
+
+
+def test_the_papers_numbers_stand_beside_runs_of_the_same_condition_alone(write_record: Record, tmp_path: Path) -> None:
+    """Typed from the paper: FedACT, ViT-Tiny, CIFAR-100, Dirichlet(0.1) is in tables 1, 3, 4 and 9; SCAFFOLD in one."""
+
+    def paper_run(folder: Path, conf: str, **own: Any) -> Run:
+        settings = read_file(PROJECT / "conf" / "paper" / f"{conf}.toml")
+        lines = [{"round": 300, "accuracy": 0.4, "loss": 2.0, "seconds": 1.0}]
+        run = read_run(write_record(folder, lines, **settings | own))
+        assert isinstance(run, Run)
+        return run
+
+    same = paper_run(tmp_path / "a", "vit_tiny-cifar100-dir0.1", seed=7, data="/some/where", device="cpu", threads=2)
+    assert {(value.table, value.number) for value in values_for(same)[0]} == {
+        ("table_1", 42.03), ("table_3", 42.03), ("table_4", 42.03), ("table_9", 42.03),
+    }  # fmt: skip
+    scaffold = paper_run(tmp_path / "b", "resnet18-tiny_imagenet-dir0.3", method="scaffold")
+    assert [(value.table, value.number) for value in values_for(scaffold)[0]] == [("table_10", 52.41)]
+    corner = paper_run(tmp_path / "c", "swin_lite-cifar100-dir0.6", tau=0.7, gamma=0.9)
+    assert [(value.table, value.number) for value in values_for(corner)[0]] == [("table_4", 51.98)]
+    edge = paper_run(tmp_path / "d", "swin_lite-cifar100-dir0.1", rho=0.6)
+    assert [(value.table, value.number) for value in values_for(edge)[0]] == [("table_9", 18.19)]
+    short = paper_run(tmp_path / "e", "vit_tiny-cifar100-dir0.1", rounds=30, lr=1e-3)
+    assert values_for(short) == ([], "rounds = 30, not 300; lr = 0.001, not 0.0003")
+    other = paper_run(tmp_path / "f", "vit_tiny-cifar100-dir0.1", method="local_adamw", local_steps=10)
+    assert values_for(other) == ([], "local_steps = 10, not 50")
+
+    assert report(tmp_path, "--output", tmp_path / "out", "--against", "paper")[0] == 0
+    text = (tmp_path / "out" / "report.md").read_text()
+    rows = rows_of(text, "Beside the paper")
+    assert len(rows) == 4 + 1 + 1 + 1
+    assert [row[3:] for row in rows if row[0] == "table_10"] == [["accuracy %", "40.00, 1 seed", "52.41", "-12.41"]]
+    assert "Not compared, since local_steps = 10, not 50: local_adamw" in text
+    assert report(tmp_path, "--output", tmp_path / "plain")[0] == 0
+    assert "Beside the paper" not in (tmp_path / "plain" / "report.md").read_text()
+
+
+def test_every_number_of_the_paper_has_its_condition() -> None:
+    by_table: dict[str, int] = {}
+    for value in _values():
+        assert (PROJECT / "conf" / "paper" / f"{value.conf}.toml").is_file()
+        by_table[value.table] = by_table.get(value.table, 0) + 1
+    assert by_table == {
+        "table_1": 9 * 18, "table_3": 3 * 4, "table_10": 9 * 9, "table_4": 2 * 3 * 2 * 4, "table_9": 4 * 8,
+        "table_2": 6 * 6, "table_11": 7 * 8,
+    }  # fmt: skip
+
+
+def test_foreign_text_breaks_no_table_and_no_page() -> None:
+    blocks = [
+        Paragraph("`a` <b> & c"),
+        Table(["x|y"], [["<i>"]], frozenset({(0, 0)})),
+        Figure("f", "<c>", "<svg></svg>"),
+    ]
+    assert to_markdown("<t>", blocks).splitlines()[4:7] == ["| x\\|y |", "|---|", "| **<i>** |"]
+    html = to_html("<t>", blocks)
+    assert "<h1>&lt;t&gt;</h1>" in html
+    assert "<p><code>a</code> &lt;b&gt; &amp; c</p>" in html
+    assert "<td><b>&lt;i&gt;</b></td>" in html
+    assert "<figcaption>&lt;c&gt;</figcaption>" in html
