@@ -127,7 +127,8 @@ class Published(StrEnum):
 @app.command("report")
 def write_report(
     records: Annotated[list[Path], typer.Argument(metavar="RUN ...", help="Records, sweeps, or folders of records.")],
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Where report.html and report.md go.")] = Path("report"),
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Folder for NAME.html and NAME.md.")] = Path("report"),
+    name: Annotated[str, typer.Option(help="Of these two files.")] = "report",
     against: Annotated[
         Published | None, typer.Option(help="Beside the paper's numbers, where the condition is the same.")
     ] = None,
@@ -142,7 +143,7 @@ def write_report(
     """Write what runs came to: tables, curves, costs, as one page (HTML) and as Markdown."""
     from fedact_flwr.report import report
 
-    report(records, output, against is Published.paper, baseline, target, ignore or [])
+    report(records, output, name, against is Published.paper, baseline, target, ignore or [])
 
 
 @app.command("list")

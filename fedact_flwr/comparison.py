@@ -26,6 +26,7 @@ ROW_KEYS = tuple(
         )
     )
 )  # fmt: skip
+TOLD_BY = ("split", "dirichlet_alpha", "model", "task")  # of conditions, rather than by what follows from these
 # Settings that change what is seen of a run, and not the run.
 OBSERVING = ("evaluate_every", "client_evaluation", "diagnostics", "top_p", "tokens_per_parameter")
 
@@ -87,6 +88,8 @@ class Comparison:
         Each with at least one run, in the order of seeds; a pair that is not there has none.
     common : mapping
         The settings that all runs share, but for those of the machine.
+    differing : sequence of str
+        The settings in which conditions differ.
     left_out : sequence of LeftOut
     """
 
@@ -94,16 +97,16 @@ class Comparison:
     columns: Sequence[Column]
     cells: Cells
     common: Values
+    differing: Sequence[str]
     left_out: Sequence[LeftOut]
 
     @cached_property
     def notes(self) -> list[str]:
         """In what the runs differ beside method and seed, in sentences."""
         notes = []
-        keys = list(dict.fromkeys(key for column in self.columns for key, _ in column.own))
-        if len(self.columns) > 1:
+        if self.differing:
             notes.append(
-                f"The runs differ in more than method and seed: in {', '.join(keys)}. Each combination is a "
+                f"The runs differ in more than method and seed: in {', '.join(self.differing)}. Each combination is a "
                 f"condition of its own; nothing is averaged over them."
             )
         for method in dict.fromkeys(row.method for row in self.rows):
@@ -168,7 +171,9 @@ def compare(runs: Sequence[Run], ignored: Sequence[str] = ()) -> Comparison:
 
     ignored = (*ignored, *MACHINE, *OBSERVING, "seed")
     keys = [key for key in dict.fromkeys(key for run in good for key in run.settings) if key not in ignored]
-    column_keys = _differing(good, [key for key in keys if key not in ROW_KEYS]) or ["task", "model"]
+    differing = _differing(good, [key for key in keys if key not in ROW_KEYS])
+    told_by = sorted(differing, key=lambda key: TOLD_BY.index(key) if key in TOLD_BY else -1)
+    column_keys = _telling([good], told_by) or ["task", "model"]
     columns: dict[Column, list[Run]] = {}
     for run in good:
         columns.setdefault(Column(_values(run, column_keys), run.settings["task"]), []).append(run)
@@ -193,7 +198,7 @@ def compare(runs: Sequence[Run], ignored: Sequence[str] = ()) -> Comparison:
     rows = sorted({row for row, _ in cells}, key=lambda row: (list(STRATEGIES).index(row.method), _sortable(row.own)))
     common = {key: good[0].effective.get(key) for key in keys} if good else {}
     shared = {key: value for key, value in common.items() if not _differing(good, [key])}
-    return Comparison(rows, sorted(columns, key=lambda c: _sortable(c.own)), cells, shared, left_out)
+    return Comparison(rows, sorted(columns, key=lambda c: _sortable(c.own)), cells, shared, differing, left_out)
 
 
 def _telling(groups: Sequence[Sequence[Run]], keys: Sequence[str]) -> list[str]:
@@ -206,7 +211,8 @@ def _telling(groups: Sequence[Sequence[Run]], keys: Sequence[str]) -> list[str]:
         rest = [other for other in needed if other != key]
         if all(_determined(group, rest, key) for group in groups):
             needed = rest
-    return sorted(needed, key=list(Settings.model_fields).index)
+    order = list(Settings.model_fields)
+    return sorted(needed, key=lambda key: order.index(key) if key in order else -1)
 
 
 def _determined(runs: Sequence[Run], by: Sequence[str], key: str) -> bool:

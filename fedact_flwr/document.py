@@ -53,20 +53,20 @@ class Figure:
 Block = Heading | Paragraph | Table | Figure
 
 
-def write_document(folder: Path, title: str, blocks: Sequence[Block]) -> list[Path]:
-    """report.html, report.md, and beside the latter figures/NAME.svg. Gives the two files. Raises OSError."""
+def write_document(folder: Path, name: str, title: str, blocks: Sequence[Block]) -> list[Path]:
+    """NAME.html, NAME.md, and for the latter figures/NAME-FIGURE.svg. Gives the two files. Raises OSError."""
     figures = folder / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     for block in blocks:
         if isinstance(block, Figure):
-            (figures / f"{block.name}.svg").write_text(block.svg.replace("currentColor", INK))
-    page, text = folder / "report.html", folder / "report.md"
+            (figures / f"{name}-{block.name}.svg").write_text(block.svg.replace("currentColor", INK))
+    page, text = folder / f"{name}.html", folder / f"{name}.md"
     page.write_text(to_html(title, blocks), encoding="utf-8")
-    text.write_text(to_markdown(title, blocks), encoding="utf-8")
+    text.write_text(to_markdown(name, title, blocks), encoding="utf-8")
     return [page, text]
 
 
-def to_markdown(title: str, blocks: Sequence[Block]) -> str:
+def to_markdown(name: str, title: str, blocks: Sequence[Block]) -> str:
     parts = [f"# {title}"]
     for block in blocks:
         match block:
@@ -79,8 +79,8 @@ def to_markdown(title: str, blocks: Sequence[Block]) -> str:
                 for i, row in enumerate(rows):
                     lines.append(_markdown_row([f"**{x}**" if (i, j) in bold else x for j, x in enumerate(row)]))
                 parts.append("\n".join(lines))
-            case Figure(name, caption, _):
-                parts.append(f"![{caption}](figures/{name}.svg)")
+            case Figure(figure, caption, _):
+                parts.append(f"![{caption}](figures/{name}-{figure}.svg)")
     return "\n\n".join(parts) + "\n"
 
 

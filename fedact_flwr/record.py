@@ -33,7 +33,7 @@ from fedact_flwr.failure import COMPLETED, FAILED, INTERRUPTED
 from fedact_flwr.files import write_whole
 from fedact_flwr.settings import AUTO, SETTINGS_FILE, Settings, SettingsError, dump
 from fedact_flwr.sinks import Sinks
-from strategies.versions import package_version, versions
+from strategies.versions import machine, package_version, versions
 from tasks.task import Task
 
 CLIENTS_FILE = "clients.json"
@@ -205,6 +205,7 @@ def write_summary(folder: Path, status: str, cause: str | None, results: Mapping
         "cause": cause,
         **results,
         "versions": {"fedact-flwr": package_version("fedact-flwr"), **versions()},
+        "machine": machine(),
     }
     write_whole(folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 

@@ -25,12 +25,16 @@ CURVES = {  # keys of a round's line, and what they are; the target comes before
     "positive_score_ratio": "positive score ratio",
     "top_score_mass": "top-p score mass",
 }
+OTHER_METRICS = (
+    "accuracy", "perplexity", "preference_accuracy", "loss", "token_accuracy", "response_nll", "reward_margin",
+    "policy_gap",
+)  # fmt: skip
 BASELINES = ("local_adamw", "fedavg")  # the first that is there
 Cell = tuple[Row, Column]
 
 
 def report(
-    paths: Sequence[Path], output: Path, against_the_paper: bool, baseline: str | None, target: float | None,
+    paths: Sequence[Path], output: Path, name: str, against_the_paper: bool, baseline: str | None, target: float | None,
     ignored: Sequence[str],
 ) -> None:  # fmt: skip
     """Write the report; the arguments are those of the command."""
@@ -49,7 +53,7 @@ def report(
         baseline = baseline or next((m for m in BASELINES if m in methods), next(iter(methods)))
         title, about = _title(sweeps, comparison)
         blocks = [
-            *([Paragraph(about)] if about else []),
+            *map(Paragraph, about),
             *_overview(comparison, unreadable),
             *_results(comparison),
             *(against_paper(comparison) if against_the_paper else []),
@@ -61,7 +65,7 @@ def report(
             *_splits(comparison),
             *_runs(comparison),
         ]
-        files = write_document(output, title, blocks)
+        files = write_document(output, name, title, blocks)
     except SettingsError as error:
         fail(str(error), BAD_SETTINGS)
     except OSError as error:
@@ -74,11 +78,13 @@ def report(
         console.print(str(file), markup=False)
 
 
-def _title(sweeps: Sequence[Path], comparison: Comparison) -> tuple[str, str]:
-    if len(sweeps) == 1:
-        sweep = read_sweep(sweeps[0] / SWEEP_FILE)
-        return sweep.title or sweeps[0].resolve().name, sweep.about.strip()
-    return f"{sum(map(len, comparison.cells.values()))} runs", ""
+def _title(sweeps: Sequence[Path], comparison: Comparison) -> tuple[str, list[str]]:
+    """That of a sweep, and what the sweeps say of themselves."""
+    files = [read_sweep(sweep / SWEEP_FILE) for sweep in sweeps]
+    title = f"{sum(map(len, comparison.cells.values()))} runs"
+    if len(files) == 1:
+        title = files[0].title or sweeps[0].resolve().name
+    return title, [file.about.strip() for file in files if file.about]
 
 
 def _overview(comparison: Comparison, unreadable: Sequence[Unreadable]) -> list[Block]:
@@ -89,6 +95,9 @@ def _overview(comparison: Comparison, unreadable: Sequence[Unreadable]) -> list[
     meaning = f"Seeds of each: {many}. Numbers are means over seeds, ± their standard deviation."
     blocks: list[Block] = [Paragraph(counts + meaning)]
     blocks += [Paragraph(note) for note in comparison.notes]
+    machines = dict.fromkeys(run.machine for cell in comparison.cells.values() for run in cell if run.machine)
+    if machines:
+        blocks.append(Paragraph(f"Made on {'; '.join(machines)}."))
     left_out = [f"`{folder.name}`: {reason}" for folder, reason in _left_out(comparison, unreadable)]
     if left_out:
         blocks.append(Paragraph(f"Left out, {len(left_out)}: " + "; ".join(left_out)))
@@ -116,6 +125,18 @@ def _results(comparison: Comparison) -> list[Block]:
     header = ["method", *(f"{column.label}: {_target(column)}" for column in comparison.columns)]
     blocks: list[Block] = [Heading("Results"), Paragraph("After the last round; the best mean of a condition in bold.")]
     blocks.append(Table(header, rows, frozenset(bold)))
+
+    others = [
+        [column.label, row.label, *(_metric(comparison.cells.get((row, column), ()), key) for key in OTHER_METRICS)]
+        for column in comparison.columns
+        for row in comparison.rows
+        if (row, column) in comparison.cells
+    ]
+    there = [i for i in range(len(OTHER_METRICS)) if any(entries[i + 2] != "-" for entries in others)]
+    if there:
+        header = ["condition", "method", *(_target_words(OTHER_METRICS[i]) for i in there)]
+        blocks.append(Paragraph("What else was measured after the last round:"))
+        blocks.append(Table(header, [[*entries[:2], *(entries[i + 2] for i in there)] for entries in others]))
 
     tests = []
     for column in comparison.columns:
@@ -384,6 +405,15 @@ def _spread(values: Sequence[float], column: Column, usual: int) -> str:
     if len(scaled) > 1:
         text += f" ± {statistics.stdev(scaled):.{digits}f}"
     return text if len(values) == usual else f"{text} ({len(values)})"
+
+
+def _metric(runs: Sequence[Run], key: str) -> str:
+    """Mean and standard deviation after the last evaluated round, of what is not the target."""
+    finals = [run.final for run in runs if run.final and run.task.target != key]
+    values = [_scale_of(key) * final[key] for final in finals if final.get(key) is not None]
+    if not values:
+        return "-"
+    return f"{statistics.fmean(values):.4g}" + (f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else "")
 
 
 def _mean_in(lines: Sequence[Mapping[str, float]], key: str) -> float | None:

@@ -40,6 +40,8 @@ class Run:
         "completed", "failed", "interrupted", "running", or "unfinished" where it ended without a word.
     cause : str or None
         Of the end, if not "completed".
+    machine : str
+        On which it was made, in words, and with which PyTorch; empty where the record does not say.
     """
 
     folder: Path
@@ -47,6 +49,7 @@ class Run:
     rounds: Sequence[Mapping[str, Any]]
     status: str
     cause: str | None
+    machine: str = ""
 
     @property
     def task(self) -> Task:
@@ -99,8 +102,7 @@ def read_run(folder: Path) -> Run | Unreadable:
         settings = _defaults() | own
         _check_settings(settings)
         rounds = _read_rounds(folder / ROUNDS_FILE)
-        status, cause = _end(folder)
-        run = Run(folder, settings, rounds, status, cause)
+        run = Run(folder, settings, rounds, *_end(folder))
     except SettingsError as error:
         return Unreadable(folder, str(error).removeprefix(f"{folder}{os.sep}"))
     except (OSError, ValueError) as error:
@@ -183,15 +185,18 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
-def _end(folder: Path) -> tuple[str, str | None]:
+def _end(folder: Path) -> tuple[str, str | None, str]:
+    """Status, cause and machine."""
     path = folder / SUMMARY_FILE
     if not path.exists():
-        return (RUNNING, None) if _goes_on(folder) else (UNFINISHED, "it ended without a word")
+        return (RUNNING, None, "") if _goes_on(folder) else (UNFINISHED, "it ended without a word", "")
     try:
         summary = json.loads(path.read_bytes())
-        status, cause = summary["status"], summary["cause"]
-        if isinstance(status, str) and isinstance(cause, str | None):
-            return status, cause
+        status, cause, machine = summary["status"], summary["cause"], summary.get("machine", "")
+        if machine:
+            machine += f", torch {summary['versions']['torch']}"
+        if isinstance(status, str) and isinstance(cause, str | None) and isinstance(machine, str):
+            return status, cause, machine
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise ValueError(f"{SUMMARY_FILE}: not a run's summary")

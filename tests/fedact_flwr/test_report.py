@@ -73,7 +73,10 @@ def test_the_tables(runs: Path, tmp_path: Path) -> None:
     assert rows_of(text, "Results") == [
         ["local_adamw", "50.0 ± 0.0", "**90.0 ± 0.0**"], ["fedact", "**70.0 ± 10.0**", "40.0 ± 0.0"],
     ]  # fmt: skip
-    assert rows_of(text, "Results", 1) == [
+    assert rows_of(text, "Results", 1)[:2] == [
+        ["Dir(0.1)", "local_adamw", "0.5 ± 0"], ["Dir(0.1)", "fedact", "0.3 ± 0.1"],
+    ]  # fmt: skip
+    assert rows_of(text, "Results", 2) == [
         ["Dir(0.1)", "fedact", "local_adamw", "+20", "3", "0.074"],
         ["Dir(0.6)", "local_adamw", "fedact", "+50", "3", "-"],
     ]  # fmt: skip
@@ -117,15 +120,15 @@ def test_all_of_it_is_on_a_page_that_needs_nothing_else(record: Record, runs: Pa
     page = Page(html)
     figures = re.findall(r"!\[.*\]\((.*)\)", text)
     assert figures == [
-        *(f"figures/rounds-{key}.svg" for key in (
+        *(f"figures/report-rounds-{key}.svg" for key in (
             "accuracy", "loss", "train_loss", "direction_consistency", "positive_score_ratio", "top_score_mass",
         )),
-        "figures/sensitivity-fedact-tau-gamma.svg", "figures/split-1.svg",
+        "figures/report-sensitivity-fedact-tau-gamma.svg", "figures/report-split-1.svg",
     ]  # fmt: skip
     assert page.count("figure") == page.count("svg") == len(figures)
     assert all((tmp_path / "out" / figure).read_text().startswith("<?xml") for figure in figures)
     tables = len(re.findall(r"^\|---", text, re.MULTILINE))
-    assert page.count("table") == tables == 5
+    assert page.count("table") == tables == 6
     assert page.count("h2") == len(re.findall(r"^## ", text, re.MULTILINE))
     for tag, attributes in page.tags:  # nothing is fetched
         assert tag not in ("script", "link", "img", "iframe")
@@ -171,16 +174,30 @@ def test_what_differs_in_more_than_the_seed_is_never_averaged(record: Record, tm
         "a": {}, "b": {"seed": 2}, "lr": {"lr": 0.1}, "batch": {"batch_size": 8}, "wire": {"wire_delta": "int8"},
     }.items():  # fmt: skip
         record(tmp_path / name, [0.1, 0.5], **own)
-    cells = labels(tmp_path)
-    assert sorted(cells.values()) == [["a", "b"], ["batch"], ["lr"], ["wire"]] or ["b", "a"] in cells.values()
-    assert "fedact, lr = 0.1, wire_delta = float32 | batch_size = 16" in cells
-    assert "fedact, lr = 0.003, wire_delta = float32 | batch_size = 8" in cells
+    assert labels(tmp_path) == {
+        "fedact, wire_delta = float32, lr = 0.003 | batch_size = 8": ["batch"],
+        "fedact, wire_delta = float32, lr = 0.003 | batch_size = 16": ["b", "a"],
+        "fedact, wire_delta = float32, lr = 0.1 | batch_size = 16": ["lr"],
+        "fedact, wire_delta = int8, lr = 0.003 | batch_size = 16": ["wire"],
+    }
 
 
 def test_what_only_the_machine_or_the_watching_differs_in_is_alike(record: Record, tmp_path: Path) -> None:
     record(tmp_path / "a", [0.1, 0.5], threads=1, evaluate_every=1, name="a")
     record(tmp_path / "b", [0.1, 0.5], threads=2, evaluate_every=5, name="b", seed=2, diagnostics=False)
     assert labels(tmp_path) == {"fedact | digits, vit": ["b", "a"]}
+
+
+def test_conditions_are_told_apart_by_few_settings_and_all_are_said(record: Record, tmp_path: Path) -> None:
+    """The number of rounds follows from the task, but not that of clients."""
+    record(tmp_path / "a", [0.1, 0.5], task="digits")
+    record(tmp_path / "b", [0.1, 0.5, 0.6], task="fashion_mnist", model="mlp")
+    record(tmp_path / "c", [0.1, 0.5, 0.6], task="fashion_mnist", model="mlp", clients=20)
+    comparison = compare(find_runs([tmp_path])[0])
+    assert [column.label for column in comparison.columns] == [
+        "digits, clients = 10", "fashion_mnist, clients = 10", "fashion_mnist, clients = 20",
+    ]  # fmt: skip
+    assert "in model, clients, rounds, task. Each" in comparison.notes[0]
 
 
 def test_a_setting_can_be_ignored(record: Record, tmp_path: Path) -> None:
@@ -227,6 +244,16 @@ def test_wrong_options(
     assert code == 2
     assert f"error: {message}" in output
     assert output.count("\n") == 1
+
+
+def test_the_machine_is_named(record: Record, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        folder = record(tmp_path / name, [0.1, 0.5], seed=ord(name))
+        end = {"status": "completed", "cause": None, "machine": "An Abacus, 2 CPUs", "versions": {"torch": "2.9"}}
+        (folder / "summary.json").write_text(json.dumps(end))
+    assert report(tmp_path, "--output", tmp_path / "out", "--name", "table")[0] == 0
+    assert "\nMade on An Abacus, 2 CPUs, torch 2.9.\n" in (tmp_path / "out" / "table.md").read_text()
+    assert (tmp_path / "out" / "figures" / "table-rounds-accuracy.svg").exists()
 
 
 def test_nothing_to_report(record: Record, tmp_path: Path) -> None:
@@ -289,7 +316,7 @@ def test_foreign_text_breaks_no_table_and_no_page() -> None:
         Table(["x|y"], [["<i>"]], frozenset({(0, 0)})),
         Figure("f", "<c>", "<svg></svg>"),
     ]
-    assert to_markdown("<t>", blocks).splitlines()[4:7] == ["| x\\|y |", "|---|", "| **<i>** |"]
+    assert to_markdown("x", "<t>", blocks).splitlines()[4:7] == ["| x\\|y |", "|---|", "| **<i>** |"]
     html = to_html("<t>", blocks)
     assert "<h1>&lt;t&gt;</h1>" in html
     assert "<p><code>a</code> &lt;b&gt; &amp; c</p>" in html

@@ -1,6 +1,7 @@
 """`fedact sweep`: what a file stands for, what is tuned, and what is made, skipped, resumed and listed."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from typer.testing import CliRunner
 from fedact_flwr import sweeping
 from fedact_flwr.cli import app
 from fedact_flwr.runs import Run, read_run
-from fedact_flwr.settings import dump
-from fedact_flwr.sweep import Job
+from fedact_flwr.settings import PROJECT, dump
+from fedact_flwr.sweep import Job, read_sweep
 
 SMALL = """
 [settings]
@@ -155,6 +156,14 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path, made: list[str]) -
         f"error: {folder}: holds a run with rounds = 6, not 8; allowed is another --output, or to remove it" in output
     )
     assert len(made) == 1
+
+
+def test_the_example_of_the_docs_is_a_sweep(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```toml\n(.*?)```", (PROJECT / "docs" / "sweeps.md").read_text(), re.DOTALL)
+    sweep = read_sweep(write(tmp_path, example))
+    assert len(sweep.cases) * len(sweep.grid["seed"]) * len(sweep.grid["dirichlet_alpha"]) == 12
+    assert sweep.tune
+    assert sweep.tune.seeds == [11]
 
 
 WRONG = {
