@@ -1,7 +1,5 @@
 """A token budget, turned into rounds."""
 
-import torch
-
 from fedact_flwr.settings import Settings, SettingsError, read_defaults
 from tasks import TASKS
 from tasks.pretrain import PretrainC4
@@ -21,13 +19,11 @@ def with_budget(settings: Settings) -> tuple[Settings, str | None]:
         raise SettingsError(f"tokens_per_parameter = {s.tokens_per_parameter:g}: allowed with task = {s.task!r} is 0")
     if s.local_epochs:
         raise SettingsError(f"local_epochs = {s.local_epochs}: allowed with tokens_per_parameter is 0")
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in task.make_model(0).parameters())
     per_round = s.clients_per_round * s.local_steps * s.batch_size * task.max_length
-    rounds = max(1, round(s.tokens_per_parameter * parameters / per_round))
+    rounds = max(1, round(s.tokens_per_parameter * task.parameters / per_round))
     if s.rounds not in (rounds, read_defaults()["rounds"]):
         given = f"tokens_per_parameter = {s.tokens_per_parameter:g}"
         raise SettingsError(f"rounds = {s.rounds}: allowed is the default, or what {given} gives, {rounds}")
-    budget = f"{s.tokens_per_parameter:g} tokens for each of {parameters:,} parameters"
+    budget = f"{s.tokens_per_parameter:g} tokens for each of {task.parameters:,} parameters"
     words = f"{budget}: {rounds} rounds of {per_round:,} tokens"
     return s.model_copy(update={"rounds": rounds}), words

@@ -112,6 +112,21 @@ def run_sweep(
     sweep(file, overrides or [], output, engine.value, cpus, gpus, per_gpu, retry, dry_run)
 
 
+@app.command("presets")
+def show_presets(
+    preset: Annotated[str | None, typer.Argument(metavar="[PRESET]", help="One of them in full.")] = None,
+    trial: Annotated[
+        bool, typer.Option("--trial", help="Time 20 steps of each kind here, and estimate hours from them.")
+    ] = False,
+    overrides: Overrides = None,
+) -> None:
+    """List the paper's tables and figures: sweeps that reproduce them, what they cost, and versions for a laptop."""
+    from fedact_flwr.presets import print_presets
+
+    with settings_errors_in_a_line():
+        print_presets(preset, overrides or [], trial)
+
+
 Records = Annotated[
     list[Path] | None,
     typer.Argument(metavar="[RUN ...]", help="Records, or folders of records; else runs."),

@@ -3,6 +3,7 @@
 import difflib
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -65,6 +66,12 @@ def read_defaults() -> dict[str, Any]:
     path = PROJECT / "pyproject.toml"
     if not path.exists():
         raise SettingsError(f"{path}: not there; fedact runs from a clone, installed with pip install -e .")
+    return dict(_config_of(path))
+
+
+@cache
+def _config_of(path: Path) -> Mapping[str, Any]:
+    """Read once in a process: to read it takes as long as all else about a run's settings."""
     with path.open("rb") as file:
         return tomllib.load(file)["tool"]["flwr"]["app"]["config"]
 

@@ -27,6 +27,7 @@ from fedact_flwr.run import Engine, for_this_machine
 from fedact_flwr.runs import MACHINE, RUNNING, Run, read_run
 from fedact_flwr.settings import Settings, SettingsError, dump, parse, read_defaults, read_file, read_override
 from tasks import TASKS, TaskSettings
+from tasks.task import BadData
 
 SWEEP_FILE = "sweep.toml"
 TUNING_FILE = "tuning.json"
@@ -162,21 +163,31 @@ class Plan:
     overrides : sequence of str
         KEY=VALUE, before what the file has in ``settings``.
     engine : Engine
+    looks : bool
+        At data and records; false where runs are only to be counted.
+
+    Attributes
+    ----------
+    common : dict
+        The settings of all runs, but for what cases, grid and tuning say.
+    tuning, expected : list of Job
+        The runs that tune, and those to report, with the first learning rate of their cell as long as none is tuned.
 
     All of them are checked here, before the first one starts: raises `SettingsError`.
     """
 
-    def __init__(self, path: Path, folder: Path, overrides: Sequence[str], engine: Engine) -> None:
+    def __init__(self, path: Path, folder: Path, overrides: Sequence[str], engine: Engine, looks: bool = True) -> None:
+        self.looks = looks
         self.path, self.folder, self.engine = path, folder.expanduser().resolve(), engine
         self.sweep = read_sweep(path)
         own = dict(read_override(text) for text in overrides)
         taken = {*self.sweep.grid, *set().union(*self.sweep.cases), *NOT_OURS, *(("lr",) if self.sweep.tune else ())}
         if odd := sorted(own.keys() & taken):
             raise SettingsError(f"--set {odd[0]}: the sweep itself has values for it; allowed are its other settings")
-        self._common = read_defaults()
+        self.common = read_defaults()
         for file in self.sweep.conf:
-            self._common |= read_file(path.parent / file)
-        self._common |= self.sweep.settings | own
+            self.common |= read_file(path.parent / file)
+        self.common |= self.sweep.settings | own
         self._data_checked: set[tuple[object, ...]] = set()
 
         values = [dict(zip(self.sweep.grid, chosen, strict=True)) for chosen in product(*self.sweep.grid.values())]
@@ -189,9 +200,13 @@ class Plan:
                     for lr in self._rates(cell)
                 }
         self.tuning = [job for by_lr in self._trials.values() for jobs in by_lr.values() for job in jobs]
-        self.first_rates = {cell: next(iter(by_lr)) for cell, by_lr in self._trials.items()}
         self._check(self.tuning)
-        self.runs(self.first_rates)  # so that what is wrong with them is known before the tuning
+        self.expected = self.runs({cell: next(iter(by_lr)) for cell, by_lr in self._trials.items()})
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of all clients in all runs, those that tune too."""
+        return sum(job.steps for job in (*self.tuning, *self.expected))
 
     def runs(self, rates: Mapping[Cell, float]) -> list[Job]:
         """The runs to report, where the learning rate is tuned with that of their cell, or not at all without one."""
@@ -222,7 +237,7 @@ class Plan:
 
     def _rates(self, cell: Cell) -> Sequence[float]:
         assert self.sweep.tune
-        rates, config = self.sweep.tune.lr, self._common | dict(cell)
+        rates, config = self.sweep.tune.lr, self.common | dict(cell)
         if not isinstance(rates, dict):
             return rates
         method = CLIENT_METHODS.get(config["method"])
@@ -242,12 +257,14 @@ class Plan:
             name = f"{name[:LONGEST_NAME]}-{sha256(name.encode()).hexdigest()[:8]}"
         place = {"output": str(self.folder / kind), "name": name}
         try:
-            settings = parse(self._common | own | place)
+            settings = parse(self.common | own | place)
             relevant = tuple(getattr(settings, key) for key in ("task", "split", *TaskSettings.model_fields))
-            settings = for_this_machine(settings, self.engine, with_data=relevant not in self._data_checked)
+            settings = for_this_machine(
+                settings, self.engine, with_data=self.looks and relevant not in self._data_checked
+            )
             self._data_checked.add(relevant)
             settings, _ = with_budget(settings)
-        except SettingsError as error:
+        except (SettingsError, BadData) as error:
             raise SettingsError(f"{self.path}: {name}: {error}") from None
         return Job(self.folder / kind / name, settings)
 
@@ -257,7 +274,8 @@ class Plan:
             if job.folder in folders:
                 raise SettingsError(f"{self.path}: {job.folder.name}: it has this run twice; allowed is once")
             folders.add(job.folder)
-            job.check_folder()
+            if self.looks:
+                job.check_folder()
 
 
 def _final(job: Job, target: str) -> float | None:

@@ -31,11 +31,10 @@ def sweep(
     console = Console(highlight=False, soft_wrap=True)
     try:
         plan = Plan(path, folder or Path("runs") / path.stem, overrides, engine)
-        runs = plan.runs(plan.first_rates)
+        runs = plan.expected
         places = _places([*plan.tuning, *runs], engine, cpus, gpus, per_gpu)
-        steps = sum(job.steps for job in (*plan.tuning, *runs))
         tuning = f"{len(plan.tuning)} runs to tune the learning rate, then " if plan.tuning else ""
-        console.print(f"{tuning}{len(runs)} runs; {steps:,} steps of clients, {len(places)} runs at a time")
+        console.print(f"{tuning}{len(runs)} runs; {plan.steps:,} steps of clients, {len(places)} runs at a time")
         if dry_run:
             for job in (*plan.tuning, *runs):
                 console.print(str(job.folder.relative_to(plan.folder)), markup=False)

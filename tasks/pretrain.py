@@ -23,6 +23,10 @@ LLAMA_SHAPES = {
 }
 
 
+# Of Llama 2's tokenizer, tokenizer = "auto": a model is made, and its parameters are counted, without it.
+LLAMA_2_TOKENS = {"vocab_size": 32_000, "bos_token_id": 1, "eos_token_id": 2}
+
+
 class PretrainC4(LanguageTask):
     """The next token of C4's English text, or of any other documents.
 
@@ -73,16 +77,13 @@ class PretrainC4(LanguageTask):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         hidden, feed_forward, heads, layers = LLAMA_SHAPES[self.settings.model]
-        tokenizer = self.tokenizer
         config = LlamaConfig(
-            vocab_size=len(tokenizer),
+            **self._tokens(),
             hidden_size=hidden,
             intermediate_size=feed_forward,
             num_attention_heads=heads,
             num_hidden_layers=layers,
             max_position_embeddings=self.max_length,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
             tie_word_embeddings=False,
         )
         with torch.random.fork_rng(devices=[]):
@@ -91,6 +92,23 @@ class PretrainC4(LanguageTask):
         if self.settings.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
+
+    @property
+    def parameters(self) -> int:
+        """How many a model has, known without one and without Transformers."""
+        hidden, feed_forward, _, layers = LLAMA_SHAPES[self.settings.model]
+        layer = 4 * hidden**2 + 3 * hidden * feed_forward + 2 * hidden
+        return layers * layer + hidden + 2 * hidden * self._tokens()["vocab_size"]
+
+    def _tokens(self) -> Mapping[str, Any]:
+        if self.settings.tokenizer == "auto":
+            return LLAMA_2_TOKENS
+        tokenizer = self.tokenizer
+        return {
+            "vocab_size": len(tokenizer),
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
 
     def loss(self, model: nn.Module, batch: Examples) -> Tensor:
         return self._losses(model, batch).mean()

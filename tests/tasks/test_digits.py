@@ -1,8 +1,11 @@
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 from clients.training import batches, train
+from fedact_flwr.settings import Settings
 from tasks import TASKS
 from tasks.vit import ViT
 
@@ -35,6 +38,13 @@ def test_models_are_a_function_of_the_seed_and_leave_the_generator_alone() -> No
     assert torch.equal(before, torch.random.get_rng_state())
     assert torch.equal(one.head.weight, same.head.weight)
     assert not torch.equal(one.head.weight, other.head.weight)
+
+
+def test_the_small_cnn_has_its_width(make_settings: Callable[..., Settings]) -> None:
+    model = DIGITS.configured(make_settings(model="small_cnn", cnn_width=4)).make_model(0)
+    convolutions = 9 * 4 + 9 * 4 * 8
+    assert sum(p.numel() for p in model.parameters()) == convolutions + 2 * (4 + 8) + 8 * 2**2 * 10 + 10
+    assert isinstance(DIGITS.configured(make_settings()).make_model(0), ViT)
 
 
 def test_evaluate_counts_right_answers() -> None:

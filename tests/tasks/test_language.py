@@ -196,6 +196,7 @@ def test_llamas_have_the_shapes_of_the_paper(
 ) -> None:
     task = task_of("pretrain_c4", model=model, tokenizer=words)
     monkeypatch.setattr(PreTrainedTokenizerFast, "__len__", lambda self: 32_000)
+    assert task.parameters == parameters
     with torch.device("meta"):
         assert sum(p.numel() for p in task.make_model(0).parameters()) == parameters
 
