@@ -149,7 +149,8 @@ def write_report(
     ] = None,
     baseline: Annotated[str | None, typer.Option(metavar="METHOD", help="That rounds are saved over.")] = None,
     target: Annotated[
-        float | None, typer.Option(help="That the rounds to it are counted; else what the baseline comes to.")
+        float | None,
+        typer.Option(help="Count rounds to it, in the table's units, not to the baseline's end."),
     ] = None,
     ignore: Annotated[
         list[str] | None, typer.Option(metavar="KEY", help="A setting that may differ within a cell; repeat for more.")

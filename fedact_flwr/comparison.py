@@ -10,22 +10,24 @@ from scipy.stats import ttest_rel
 
 from clients.local_optimizers import LOCAL_OPTIMIZERS
 from fedact_flwr.failure import COMPLETED
-from fedact_flwr.runs import MACHINE, Run
+from fedact_flwr.runs import MACHINE, Run, show
 from fedact_flwr.settings import AUTO, Settings, method_settings
 from strategies import STRATEGIES
 from tasks import TASKS
 from tasks.task import Task
 
 # Settings of how one learns, and not of what is learned; rows differ by them. What follows from others comes first.
+OF_EACH_METHOD = ("lr", "weight_decay", "server_lr", "beta1", "beta2", "alpha", "gamma", "method", "local_optimizer")
+OF_ALL_METHODS = ("wire_delta", "aggregation", "trim", "weighting", "norm_gate", "norm_gate_factor", "clip_norm")
 ROW_KEYS = tuple(
     dict.fromkeys(
         (
-            "lr", "weight_decay", "server_lr", "beta1", "beta2", "alpha", "gamma", "method",
+            *OF_EACH_METHOD,
             *(key for m in STRATEGIES for o in (AUTO, *LOCAL_OPTIMIZERS) for key in method_settings(m, o)),
-            "wire_delta", "aggregation", "trim", "weighting", "norm_gate", "norm_gate_factor", "clip_norm",
+            *OF_ALL_METHODS,
         )
     )
-)  # fmt: skip
+)
 TOLD_BY = ("split", "dirichlet_alpha", "model", "task")  # of conditions, rather than by what follows from these
 # Settings that change what is seen of a run, and not the run.
 OBSERVING = ("evaluate_every", "client_evaluation", "diagnostics", "top_p", "tokens_per_parameter")
@@ -113,7 +115,30 @@ class Comparison:
             keys = list(dict.fromkeys(key for row in self.rows if row.method == method for key, _ in row.own))
             if keys:
                 notes.append(f"Runs of {method} differ in {', '.join(keys)}: each value is a row of its own.")
+        notes += [
+            f"{key} is not the same in all rows or conditions: "
+            + "; ".join(f"{method} {', '.join(map(show, values))}" for method, values in by_method.items())
+            for key, by_method in self.unnamed.items()
+        ]
         return notes
+
+    @cached_property
+    def unnamed(self) -> dict[str, dict[str, list[Any]]]:
+        """Settings that differ and tell no row from another of its method, with their values by method.
+
+        Not those that each method has a value of its own for, such as the learning rate.
+        """
+        runs = [(row, run) for (row, _), cell in self.cells.items() for run in cell]
+        found: dict[str, dict[str, list[Any]]] = {}
+        for key in (key for key in ROW_KEYS if key not in OF_EACH_METHOD):
+            values: dict[str, dict[Any, None]] = {}
+            for row, run in runs:
+                reads = method_settings(row.method, run.settings["local_optimizer"])
+                if key not in dict(row.own) and (key in reads or key in OF_ALL_METHODS):
+                    values.setdefault(row.method, {})[run.effective.get(key)] = None
+            if len({value for of_method in values.values() for value in of_method}) > 1:
+                found[key] = {method: list(of_method) for method, of_method in values.items()}
+        return found
 
     def finals(self, row: Row, column: Column) -> dict[int, float]:
         """The target after the last evaluated round, by seed."""
@@ -128,32 +153,30 @@ class Comparison:
         return sorted(means, key=lambda row: means[row], reverse=column.task.higher_is_better)
 
     def paired_test(self, column: Column) -> "PairedTest | None":
-        """Of the best row against the next one; None where there is no second, or they share no seed."""
+        """Of the best row against the next one; None where there is no second."""
         ranking = self.ranking(column)
         if len(ranking) < 2:
             return None
         best, other = ranking[:2]
         a, b = self.finals(best, column), self.finals(other, column)
         seeds = sorted(a.keys() & b.keys())
-        if not seeds:
-            return None
         differences = [a[seed] - b[seed] for seed in seeds]
         p = None
-        if len(seeds) > 1 and statistics.stdev(differences) > 0:
+        if len(seeds) > 1 and len({round(difference, 12) for difference in differences}) > 1:
             p = float(ttest_rel([a[seed] for seed in seeds], [b[seed] for seed in seeds]).pvalue)
-        return PairedTest(best, other, statistics.fmean(differences), len(seeds), p)
+        return PairedTest(best, other, statistics.fmean(differences) if seeds else None, len(seeds), p)
 
 
 @dataclass(frozen=True)
 class PairedTest:
     """A paired t-test, two-sided, over the seeds that two rows share.
 
-    ``p`` is None for a single seed and for differences that are all the same.
+    ``p`` is None for fewer than two seeds and for differences that are all the same, ``difference`` without any.
     """
 
     best: Row
     other: Row
-    difference: float
+    difference: float | None
     seeds: int
     p: float | None
 
@@ -165,10 +188,13 @@ def compare(runs: Sequence[Run], ignored: Sequence[str] = ()) -> Comparison:
         if run.status != COMPLETED:
             left_out.append(LeftOut(run, run.status + (f": {run.cause}" if run.cause else "")))
         elif run.final is None:
-            left_out.append(LeftOut(run, "it was never evaluated"))
+            evaluated = any(run.task.target in line for line in run.rounds)
+            why = f"its {run.task.target} is no number in the end" if evaluated else "it was never evaluated"
+            left_out.append(LeftOut(run, why))
         else:
             good.append(run)
 
+    but = f", but for {', '.join(ignored)}," if ignored else ""
     ignored = (*ignored, *MACHINE, *OBSERVING, "seed")
     keys = [key for key in dict.fromkeys(key for run in good for key in run.settings) if key not in ignored]
     differing = _differing(good, [key for key in keys if key not in ROW_KEYS])
@@ -191,7 +217,7 @@ def compare(runs: Sequence[Run], ignored: Sequence[str] = ()) -> Comparison:
             row = Row(run.settings["method"], _values(run, own[run.settings["method"]]))
             cell = cells.setdefault((row, column), [])
             if cell and cell[-1].settings["seed"] == run.settings["seed"]:
-                left_out.append(LeftOut(run, f"the same run as {cell[-1].folder.name}"))
+                left_out.append(LeftOut(run, f"the same seed and settings{but} as {cell[-1].folder.name}"))
             else:
                 cell.append(run)
 
@@ -234,8 +260,3 @@ def _sortable(own: Sequence[tuple[str, Any]]) -> list[tuple[str, float, str]]:
         (key, float(value), "") if isinstance(value, int | float) else (key, float("inf"), str(value))
         for key, value in own
     ]
-
-
-def show(value: Any) -> str:
-    """A setting's value for people."""
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""What Flower leaves behind: a ServerApp whose SuperLink is gone."""
+"""Processes whose parent is gone: a ServerApp without its SuperLink, a run without its sweep."""
 
 import os
 import signal
@@ -9,13 +9,19 @@ import time
 FLOWERS = ("flwr-serverapp", "flwr-simulation")  # processes that Flower starts for a ServerApp
 
 
-def end_with_parent() -> None:
+def end_with_flower() -> None:
     """Have this process get SIGINT when its parent ends, if it is one that Flower started.
 
     Flower 1.42 does the same, but raises the signal in a thread of its own. That does not wake a main thread that waits
     for another one, as it does while it sends: the process would look for its SuperLink for ever, and hold the record.
     """
-    if not sys.argv[0].endswith(FLOWERS) or os.name != "posix":
+    if sys.argv[0].endswith(FLOWERS):
+        end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Have this process get SIGINT when its parent ends, where the system has parents."""
+    if os.name != "posix":
         return
     parent, main_thread, handler = os.getppid(), threading.main_thread().ident, signal.getsignal(signal.SIGINT)
     assert main_thread

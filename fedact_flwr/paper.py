@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fedact_flwr.comparison import OBSERVING, Comparison, show
+from fedact_flwr.comparison import OBSERVING, Comparison
 from fedact_flwr.document import Block, Heading, Paragraph, Table
-from fedact_flwr.runs import MACHINE, Run, effective
+from fedact_flwr.runs import MACHINE, Run, effective, show
 from fedact_flwr.settings import PROJECT, dump, parse, read_defaults, read_file
 
 RESULTS = Path(__file__).with_name("paper_results.json")
@@ -66,7 +66,8 @@ def against_paper(comparison: Comparison) -> list[Block]:
     """A table of ours beside theirs where the condition is the same, and why it is not elsewhere."""
     rows, elsewhere = [], dict[str, list[str]]()
     for (row, column), runs in comparison.cells.items():
-        values, reason = values_for(runs[0])
+        found = [values_for(run) for run in runs]
+        values, reason = found[0] if all(each == found[0] for each in found) else ([], "its runs differ in what counts")
         if reason:
             elsewhere.setdefault(reason, []).append(f"{row.label} ({column.label})")
         for value in values:
@@ -76,6 +77,7 @@ def against_paper(comparison: Comparison) -> list[Block]:
                 mean = statistics.fmean(ours)
                 spread = f" ± {statistics.stdev(ours):.2f}" if len(ours) > 1 else ""
                 seeds = f"{len(ours)} seeds" if len(ours) > 1 else "1 seed"
+                seeds += f" of {len(runs)}" if len(ours) < len(runs) else ""
                 difference = f"{mean - value.number:+.2f}"
                 rows.append(
                     [value.table, column.label, row.label, value.metric, f"{mean:.2f}{spread}, {seeds}",

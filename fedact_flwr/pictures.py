@@ -18,7 +18,7 @@ INKED = (
 )  # fmt: skip
 STYLE: Any = {
     **dict.fromkeys(INKED, INK), "axes.facecolor": "none", "legend.framealpha": 0.0, "svg.fonttype": "none",
-    "svg.hashsalt": "fedact", "font.size": 9.0, "axes.grid": True, "grid.alpha": 0.25,
+    "svg.hashsalt": "fedact", "text.parse_math": False, "font.size": 9.0, "axes.grid": True, "grid.alpha": 0.25,
 }  # fmt: skip
 COLOURS = [matplotlib.colormaps["tab10"](i) for i in range(10) if i != 7]  # which is grey
 DASHES = ("-", "--", ":", "-.")
@@ -64,6 +64,7 @@ def maps(panels: Mapping[str, Grid], x_label: str, y_label: str) -> str:
     """An SVG with a map for each title, a colour and a number for each value, on one scale in all of them."""
     low = min(np.nanmin(grid.values) for grid in panels.values())
     high = max(np.nanmax(grid.values) for grid in panels.values())
+    high = high if high > low else low + 1
 
     def draw(axes: Axes, title: str) -> None:
         values, rows, columns = panels[title]

@@ -1,5 +1,6 @@
 """Runs side by side, each a `fedact run` in a process of its own, within the CPUs and GPUs that are given."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -18,9 +19,9 @@ import tomli_w
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from fedact_flwr.failure import COMPLETED
+from fedact_flwr.failure import BAD_SETTINGS, COMPLETED
 from fedact_flwr.record import ROUNDS_FILE
-from fedact_flwr.run import Engine
+from fedact_flwr.run import ENDS_WITH_PARENT, Engine
 from fedact_flwr.settings import dump
 from fedact_flwr.sweep import Job
 
@@ -70,10 +71,13 @@ class Progressing:
             words.append(f"failed: {failure}")
         elif record and record.final:
             words.append(f"{record.task.target} {record.final[record.task.target]:.4f}")
-        self._console.print(
-            "  ".join((*words, self._time_left())), style="yellow" if failure else None, highlight=False,
-            soft_wrap=True, markup=False,
-        )  # fmt: skip
+        self._print("  ".join((*words, self._time_left())), "yellow" if failure else None)
+        for report in record.reports if record else ():
+            self._print(f"{job.folder.name}: {report}", "yellow")
+
+    def _print(self, text: str, style: str | None) -> None:
+        with contextlib.suppress(OSError):  # a terminal or a pipe that is gone ends no sweep
+            self._console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
 
     def update(self) -> None:
         if self._console.is_terminal:
@@ -141,12 +145,12 @@ def _start(job: Job, engine: Engine, place: Place, scratch: Path) -> Started:
         shutil.rmtree(job.folder, ignore_errors=True)  # of a run that did not get far enough to go on
         (scratch / "settings.toml").write_text(tomli_w.dumps(dump(job.settings)))
         command.append(str(scratch / "settings.toml"))
-    threads = {"OMP_NUM_THREADS": str(job.settings.threads)}
+    own = {"OMP_NUM_THREADS": str(job.settings.threads), "PYTHONWARNINGS": "ignore", ENDS_WITH_PARENT: "1"}
     gpu = {"CUDA_VISIBLE_DEVICES": place} if place is not None else {}
     with (scratch / "said").open("wb") as said:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
-            env=os.environ | {"PYTHONWARNINGS": "ignore"} | threads | gpu, start_new_session=True,
+            env=os.environ | own | gpu, start_new_session=True,
         )  # fmt: skip
     return Started(job, place, process, scratch / "said")
 
@@ -155,7 +159,7 @@ def _failure(started: Started) -> str | None:
     record = started.job.record()
     if started.process.returncode == 0 and record and record.status == COMPLETED:
         return None
-    if record and record.cause:
+    if record and record.cause and started.process.returncode != BAD_SETTINGS:  # which is about what it went on from
         return record.cause
     lines = started.said.read_text(errors="replace").strip().splitlines()
     return lines[-1].removeprefix("error: ") if lines else f"it ended with code {started.process.returncode}"

@@ -95,6 +95,8 @@ class Follow:
         for failure in line.get("failed", ()):
             text = f"round {line['round']}, {failure}"
             self.console.print(text, style="yellow", highlight=False, soft_wrap=True, markup=False)
+        for text in line.get("reports", ()):
+            self.console.print(text, style="yellow", highlight=False, soft_wrap=True, markup=False)
         parts = [f"{key} {_number(line[key])}" for key in (self.target, "loss", "train_loss") if key in line]
         if self.console.is_terminal:
             parts = parts[:2]  # the sparkline needs the room of the third

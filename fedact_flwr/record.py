@@ -114,6 +114,8 @@ class RunRecord:
         line: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         if failed:
             line["failed"] = list(failed)
+        if reports := self._sinks.take_reports():
+            line["reports"] = reports
         line["seconds"] = round(time.monotonic() - self._started, 3)  # since the run began
         self.rounds.append(line)
         self._lines.write(json.dumps(line) + "\n")

@@ -1,22 +1,27 @@
 """`fedact report`: what runs came to, as a page and as Markdown."""
 
 import json
+import os
+import re
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, Field, TypeAdapter
 from rich.console import Console
 
-from fedact_flwr.comparison import Column, Comparison, Row, compare, show
+from fedact_flwr.comparison import ROW_KEYS, Column, Comparison, Row, compare
 from fedact_flwr.document import Block, Figure, Heading, Paragraph, Table, write_document
 from fedact_flwr.failure import BAD_SETTINGS, fail
 from fedact_flwr.paper import against_paper
 from fedact_flwr.pictures import Curve, Grid, curves, maps, split_svg
 from fedact_flwr.record import CLIENTS_FILE
-from fedact_flwr.runs import Run, Unreadable, find_runs
-from fedact_flwr.settings import SettingsError, dump, parse, read_defaults
-from fedact_flwr.sweep import RUNS_FOLDER, SWEEP_FILE, TUNING_FILE, read_sweep
+from fedact_flwr.runs import RUNS_FOLDER, SWEEP_FILE, Run, Unreadable, effective, find_runs, find_sweeps, show
+from fedact_flwr.settings import Settings, SettingsError, dump, parse, read_defaults
+from fedact_flwr.sweep import CURRENT_FILE, TUNING_FILE, Sweep, read_sweep
 
 CURVES = {  # keys of a round's line, and what they are; the target comes before them
     "loss": "loss on the test data",
@@ -40,9 +45,16 @@ def report(
     """Write the report; the arguments are those of the command."""
     console = Console(highlight=False, soft_wrap=True)
     try:
-        sweeps = [path for path in paths if (path / SWEEP_FILE).is_file()]
-        runs, unreadable = find_runs([path / RUNS_FOLDER if path in sweeps else path for path in paths])
-        comparison = compare(runs, ignored)
+        if odd := [key for key in ignored if key not in Settings.model_fields]:
+            raise SettingsError(f"--ignore {odd[0]}: allowed are settings, see pyproject.toml")
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise SettingsError(f"--name {name}: allowed are letters, digits, '.', '-' and '_'")
+        runs, unreadable = find_runs(paths, tuning=False)
+        sweeps, failures = _read_sweeps(find_sweeps(paths))
+        unreadable += failures
+        current = [run for run in runs if _is_current(run, sweeps)]
+        unreadable += [Unreadable(run.folder, "its sweep no longer has it") for run in runs if run not in current]
+        comparison = compare(current, ignored)
         if not comparison.cells:
             raise SettingsError(
                 f"{' '.join(map(str, paths))}: no run that completed; allowed are records, or folders of records"
@@ -50,7 +62,8 @@ def report(
         methods = dict.fromkeys(row.method for row in comparison.rows)
         if baseline is not None and baseline not in methods:
             raise SettingsError(f"--baseline {baseline}: allowed is one of {', '.join(methods)}")
-        baseline = baseline or next((m for m in BASELINES if m in methods), next(iter(methods)))
+        if baseline is None and (target is not None or len(methods) > 1):
+            baseline = next((m for m in BASELINES if m in methods), next(iter(methods)))
         title, about = _title(sweeps, comparison)
         blocks = [
             *map(Paragraph, about),
@@ -60,7 +73,7 @@ def report(
             *_tuning(sweeps),
             *_over_rounds(comparison),
             *_sensitivity(comparison),
-            *_rounds_to_target(comparison, baseline, target),
+            *(_rounds_to_target(comparison, baseline, target) if baseline else []),
             *_costs(comparison),
             *_splits(comparison),
             *_runs(comparison),
@@ -78,13 +91,53 @@ def report(
         console.print(str(file), markup=False)
 
 
-def _title(sweeps: Sequence[Path], comparison: Comparison) -> tuple[str, list[str]]:
+class TunedCell(BaseModel):
+    """A row of `TUNING_FILE`."""
+
+    cell: dict[str, Any]
+    by_lr: Annotated[list[tuple[float, float | None]], Field(min_length=1)]
+    best: float | None
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """A sweep that was carried out: its file, what its tuning came to, and the names of its runs."""
+
+    folder: Path
+    sweep: Sweep
+    tuning: Sequence[TunedCell]
+    current: Sequence[str] | None
+
+
+def _read_sweeps(folders: Sequence[Path]) -> tuple[list[SweepFolder], list[Unreadable]]:
+    """Those that can be read; of the others the runs are reported all the same."""
+    sweeps, failures = [], []
+    for folder in folders:
+        try:
+            tuning = _read(folder / TUNING_FILE, TypeAdapter(list[TunedCell])) or []
+            current = _read(folder / CURRENT_FILE, TypeAdapter(list[str]))
+            sweeps.append(SweepFolder(folder, read_sweep(folder / SWEEP_FILE), tuning, current))
+        except (SettingsError, OSError, ValueError) as error:
+            failures.append(Unreadable(folder, f"what the sweep left can't be read: {' '.join(str(error).split())}"))
+    return sweeps, failures
+
+
+def _read(path: Path, adapter: TypeAdapter) -> Any:
+    return adapter.validate_json(path.read_bytes()) if path.exists() else None
+
+
+def _is_current(run: Run, sweeps: Sequence[SweepFolder]) -> bool:
+    """Whether it is none of those that a sweep had before its file or its rates changed."""
+    of = next((each for each in sweeps if run.folder.parent == each.folder / RUNS_FOLDER), None)
+    return of is None or of.current is None or run.folder.name in of.current
+
+
+def _title(sweeps: Sequence[SweepFolder], comparison: Comparison) -> tuple[str, list[str]]:
     """That of a sweep, and what the sweeps say of themselves."""
-    files = [read_sweep(sweep / SWEEP_FILE) for sweep in sweeps]
     title = f"{sum(map(len, comparison.cells.values()))} runs"
-    if len(files) == 1:
-        title = files[0].title or sweeps[0].resolve().name
-    return title, [file.about.strip() for file in files if file.about]
+    if len(sweeps) == 1:
+        title = sweeps[0].sweep.title or sweeps[0].folder.name
+    return title, [each.sweep.about.strip() for each in sweeps if each.sweep.about]
 
 
 def _overview(comparison: Comparison, unreadable: Sequence[Unreadable]) -> list[Block]:
@@ -142,7 +195,7 @@ def _results(comparison: Comparison) -> list[Block]:
     for column in comparison.columns:
         if test := comparison.paired_test(column):
             p = "-" if test.p is None else f"{test.p:.3f}" if test.p >= 0.001 else "below 0.001"
-            difference = f"{_scale(column) * test.difference:+.4g}"
+            difference = "-" if test.difference is None else f"{_scale(column) * test.difference:+.4g}"
             tests.append([column.label, test.best.label, test.other.label, difference, str(test.seeds), p])
     if tests:
         blocks.append(
@@ -155,37 +208,25 @@ def _results(comparison: Comparison) -> list[Block]:
     return blocks
 
 
-def _tuning(sweeps: Sequence[Path]) -> list[Block]:
+def _tuning(sweeps: Sequence[SweepFolder]) -> list[Block]:
     blocks: list[Block] = []
-    for sweep in sweeps:
-        if not (sweep / TUNING_FILE).is_file():
+    for each in sweeps:
+        if not each.tuning or not each.sweep.tune:
             continue
-        tune = read_sweep(sweep / SWEEP_FILE).tune
         rows = []
-        for tuned in _read_tuning(sweep / TUNING_FILE):
-            cell = ", ".join(f"{key} = {show(value)}" for key, value in tuned["cell"].items())
-            tried = ", ".join(f"{lr:g}: {'failed' if mean is None else f'{mean:.4g}'}" for lr, mean in tuned["by_lr"])
-            rates = [lr for lr, _ in tuned["by_lr"]]
-            edge = tuned["best"] in (min(rates), max(rates)) and len(rates) > 1
-            best = "none" if tuned["best"] is None else f"{tuned['best']:g}"
+        for tuned in each.tuning:
+            cell = ", ".join(f"{key} = {show(value)}" for key, value in tuned.cell.items()) or "all"
+            tried = ", ".join(f"{lr:g}: {'failed' if mean is None else f'{mean:.4g}'}" for lr, mean in tuned.by_lr)
+            rates = [lr for lr, _ in tuned.by_lr]
+            edge = tuned.best in (min(rates), max(rates)) and len(rates) > 1
+            best = "none" if tuned.best is None else f"{tuned.best:g}"
             rows.append([cell, best, "the edge of the grid" if edge else "", tried])
-        seeds = ", ".join(map(str, tune.seeds)) if tune else ""
-        blocks.append(Heading("Learning rates"))
-        blocks.append(
-            Paragraph(f"The best by the mean of the final target over other seeds ({seeds}), and all that was tried.")
-        )
+        seeds = ", ".join(map(str, each.sweep.tune.seeds))
+        words = f"The best by the mean of the final target over the tuning seeds ({seeds}), and all that was tried."
+        name = f", {each.sweep.title or each.folder.name}" if len(sweeps) > 1 else ""
+        blocks += [Heading(f"Learning rates{name}"), Paragraph(words)]
         blocks.append(Table(["tuned for", "learning rate", "", "target by learning rate"], rows))
     return blocks
-
-
-def _read_tuning(path: Path) -> list[dict]:
-    try:
-        rows: list[dict] = json.loads(path.read_text())
-        for row in rows:
-            dict(row["cell"]), [(float(lr), mean) for lr, mean in row["by_lr"]], row["best"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingsError(f"{path}: {error}; allowed is what a sweep writes") from None
-    return rows
 
 
 def _over_rounds(comparison: Comparison) -> list[Block]:
@@ -214,6 +255,7 @@ def _over_rounds(comparison: Comparison) -> list[Block]:
 def _curve(runs: Sequence[Run], key: str, scale: float) -> Curve | None:
     """Over the rounds that all of the runs have a value for."""
     by_run = [{line["round"]: line[key] for line in run.rounds if line.get(key) is not None} for run in runs]
+    by_run = [values for values in by_run if values]  # not every run has what is only watched
     rounds = sorted(set.intersection(*(set(values) for values in by_run))) if by_run else []
     if not rounds:
         return None
@@ -261,50 +303,45 @@ def _sensitivity(comparison: Comparison) -> list[Block]:
 
 
 def _rounds_to_target(comparison: Comparison, baseline: str, target: float | None) -> list[Block]:
+    """On the curve that is the mean over seeds, so that a baseline comes to its own final mean."""
     rows = []
     for column in comparison.columns:
-        base = next((row for row in comparison.rows if row.method == baseline and comparison.finals(row, column)), None)
-        if base is None and target is None:
-            continue
-        wanted = statistics.fmean(comparison.finals(base, column).values()) if target is None and base else target
+        base = next((row for row in comparison.ranking(column) if row.method == baseline), None)
+        wanted = target
+        if target is None:
+            if base is None:
+                continue
+            wanted = statistics.fmean(_scaled(comparison, base, column))
         assert wanted is not None
-        wanted = wanted if target is None else wanted / _scale(column)
-        reached = {
-            row: [_first_round(run, wanted) for run in comparison.cells[row, column]]
-            for row in comparison.rows
-            if (row, column) in comparison.cells
-        }
-        needed = {row: _mean_of_all(rounds) for row, rounds in reached.items()}
-        for row, rounds in reached.items():
-            known = [r for r in rounds if r is not None]
-            words = f"{statistics.fmean(known):.1f}" if known else "-"
-            if len(known) < len(rounds):
-                words += f" ({len(known)} of {len(rounds)} runs)"
-            base_rounds, own = needed.get(base) if base else None, needed[row]
-            saving = f"{base_rounds / own:.2f}" if base_rounds and own else "-"
-            rows.append([column.label, f"{_scale(column) * wanted:.4g}", row.label, words, saving])
+        rounds = {row: _first_round(comparison, row, column, wanted) for row in comparison.ranking(column)}
+        of_base = rounds[base] if base else None
+        for row in comparison.rows:
+            if row in rounds:
+                own = rounds[row]
+                saving = f"{of_base / own:.2f}" if of_base and own else "-"
+                compared = base.label if base else "-"
+                reached = "-" if own is None else str(own)
+                rows.append([column.label, f"{wanted:.4g}", row.label, reached, saving, compared])
     if not rows:
         return []
-    which = "the target that was given" if target is not None else f"the mean to which {baseline} comes in the end"
+    which = "the target that was given" if target is not None else f"what the best of {baseline} comes to in the end"
     return [
         Heading("Rounds to a target"),
         Paragraph(
-            f"The first evaluated round at which a run is at least as good as {which}, mean over seeds, and how many "
-            f"times fewer that is than {baseline} needs; without a factor where a run never came there."
+            f"The first evaluated round at which the mean over seeds is at least as good as {which}, and how many "
+            f"times fewer rounds that is than the baseline needs; - where it is never reached."
         ),
-        Table(["condition", "target", "method", "rounds", f"times fewer than {baseline}"], rows),
+        Table(["condition", "target", "method", "rounds", "times fewer", "than"], rows),
     ]
 
 
-def _first_round(run: Run, wanted: float) -> int | None:
-    sign = 1 if run.task.higher_is_better else -1
-    lines = ((line["round"], line.get(run.task.target)) for line in run.rounds)
-    return next((r for r, value in lines if value is not None and sign * value >= sign * wanted), None)
-
-
-def _mean_of_all(rounds: Sequence[int | None]) -> float | None:
-    known = [r for r in rounds if r is not None]
-    return statistics.fmean(known) if known and len(known) == len(rounds) else None
+def _first_round(comparison: Comparison, row: Row, column: Column, wanted: float) -> int | None:
+    curve = _curve(comparison.cells[row, column], column.task.target, _scale(column))
+    if curve is None:
+        return None
+    sign = 1 if column.task.higher_is_better else -1
+    reached = curve.x[sign * curve.mean >= sign * wanted - 1e-12 * abs(wanted)]
+    return int(reached[0]) if len(reached) else None
 
 
 def _costs(comparison: Comparison) -> list[Block]:
@@ -359,18 +396,26 @@ def _splits(comparison: Comparison) -> list[Block]:
 
 def _runs(comparison: Comparison) -> list[Block]:
     """What it takes to make them again."""
-    usual = dump(parse(read_defaults() | {"task": comparison.columns[0].task_name}))
+    usual = effective(dump(parse(read_defaults() | {"task": comparison.columns[0].task_name})))
     own = {key: value for key, value in comparison.common.items() if value != usual.get(key) or key == "task"}
     common = ", ".join(f"{key} = {show(value)}" for key, value in own.items())
+    runs = [(row, column, run) for (row, column), cell in comparison.cells.items() for run in cell]
+    keys = [key for key in ROW_KEYS if key != "method" and len({run.effective.get(key) for _, _, run in runs}) > 1]
+    root = os.path.commonpath([run.folder.parent for _, _, run in runs])
     rows = [
-        [row.label, column.label, f"{run.settings['lr']:g}", str(run.settings["seed"]), f"`{run.folder.name}`"]
-        for (row, column), runs in comparison.cells.items()
-        for run in runs
+        [
+            row.label,
+            column.label,
+            *(show(run.effective.get(key, "-")) for key in keys),
+            str(run.settings["seed"]),
+            f"`{run.folder.relative_to(root)}`",
+        ]
+        for row, column, run in runs
     ]
     return [
         Heading("Runs"),
         Paragraph(f"Settings that all share and that are not the defaults: {common}."),
-        Table(["method", "condition", "lr", "seed", "record"], sorted(rows)),
+        Table(["method", "condition", *keys, "seed", "record"], sorted(rows)),
     ]
 
 
@@ -413,7 +458,9 @@ def _metric(runs: Sequence[Run], key: str) -> str:
     values = [_scale_of(key) * final[key] for final in finals if final.get(key) is not None]
     if not values:
         return "-"
-    return f"{statistics.fmean(values):.4g}" + (f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else "")
+    spread = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
+    missing = f" ({len(values)} of {len(runs)})" if len(values) < len(runs) else ""
+    return f"{statistics.fmean(values):.4g}{spread}{missing}"
 
 
 def _mean_in(lines: Sequence[Mapping[str, float]], key: str) -> float | None:

@@ -19,6 +19,7 @@ from clients.methods import CLIENT_METHODS
 from fedact_flwr.budget import with_budget
 from fedact_flwr.checkpoint import FOLDER as CHECKPOINTS
 from fedact_flwr.failure import BAD_SETTINGS, FAILED, INTERRUPTED, RUN_FAILED, RUN_INTERRUPTED, fail
+from fedact_flwr.orphan import end_with_parent
 from fedact_flwr.progress import Follow
 from fedact_flwr.record import (
     LOG_FILE,
@@ -36,6 +37,7 @@ from fedact_flwr.settings import Settings, SettingsError, check_own_settings, du
 from tasks import TASKS
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDS_WITH_PARENT = "FEDACT_ENDS_WITH_PARENT"  # in the environment of a sweep's runs
 GPU_SHARE = 0.25  # client_gpus = "auto"
 
 Engine = Literal["flower", "inprocess"]  # what carries the messages
@@ -68,6 +70,8 @@ def run(files: Sequence[Path], overrides: Sequence[str], engine: Engine, ray: st
     if engine == "flower":
         console.print("starting Flower's simulation, which takes about half a minute", highlight=False)
     interrupt_on_signals()
+    if os.environ.get(ENDS_WITH_PARENT):
+        end_with_parent()
     if before:
         console.print(f"goes on after round {before[-1]['round']}", highlight=False)
     follow = Follow(folder, settings.rounds, TASKS[settings.task].target, console, before)

@@ -3,19 +3,22 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from fedact_flwr.failure import COMPLETED
 from fedact_flwr.record import LOCK_FILE, LOG_FILE, ROUNDS_FILE, SUMMARY_FILE
 from fedact_flwr.settings import AUTO, SETTINGS_FILE, SettingsError, dump, parse, read_defaults, read_file
 from strategies import STRATEGIES
 from tasks import TASKS
 from tasks.task import Task
 
+SWEEP_FILE, TUNING_FOLDER, RUNS_FOLDER = "sweep.toml", "tuning", "runs"  # of a sweep's folder
 RUNNING, UNFINISHED = "running", "unfinished"  # beside those of a summary; the second ended without a word
+TEXTS = ("failed", "reports")  # keys of a round's line that hold lists of text
 RECORD_FILES = (SETTINGS_FILE, ROUNDS_FILE, SUMMARY_FILE, LOG_FILE)
 
 # What may differ between runs that are alike: where they ran, and what was written down.
@@ -57,9 +60,9 @@ class Run:
 
     @property
     def final(self) -> Mapping[str, Any] | None:
-        """The last evaluated round."""
-        evaluated = [line for line in self.rounds if line.get(self.task.target) is not None]
-        return evaluated[-1] if evaluated else None
+        """The last evaluated round; None where its target is not a number, as of a run that diverged."""
+        evaluated = [line for line in self.rounds if self.task.target in line]
+        return evaluated[-1] if evaluated and evaluated[-1][self.task.target] is not None else None
 
     @property
     def best(self) -> Mapping[str, Any] | None:
@@ -67,6 +70,11 @@ class Run:
         sign = 1 if self.task.higher_is_better else -1
         evaluated = [line for line in self.rounds if line.get(self.task.target) is not None]
         return max(evaluated, key=lambda line: sign * line[self.task.target]) if evaluated else None
+
+    @property
+    def reports(self) -> list[str]:
+        """What was said of sinks of metrics that failed."""
+        return [text for line in self.rounds for text in line.get("reports", ())]
 
     @cached_property
     def effective(self) -> Mapping[str, Any]:
@@ -93,6 +101,12 @@ def effective(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: usual.get(key, value) if value == AUTO else value for key, value in settings.items()}
 
 
+def show(value: object) -> str:
+    """A setting's value for people, and for names: a number in as few digits as tell it."""
+    short = f"{value:g}" if isinstance(value, float) else str(value)
+    return short if not isinstance(value, float) or float(short) == value else repr(value)
+
+
 def read_run(folder: Path) -> Run | Unreadable:
     """The record in ``folder``. A last line that its writer did not finish is left out."""
     if not (folder / SETTINGS_FILE).exists():
@@ -103,6 +117,9 @@ def read_run(folder: Path) -> Run | Unreadable:
         _check_settings(settings)
         rounds = _read_rounds(folder / ROUNDS_FILE)
         run = Run(folder, settings, rounds, *_end(folder))
+        last = rounds[-1]["round"] if rounds else None
+        if run.status == COMPLETED and last != settings["rounds"]:
+            raise ValueError(f"{ROUNDS_FILE}: it ends at round {last} of {settings['rounds']}")
     except SettingsError as error:
         return Unreadable(folder, str(error).removeprefix(f"{folder}{os.sep}"))
     except (OSError, ValueError) as error:
@@ -110,19 +127,26 @@ def read_run(folder: Path) -> Run | Unreadable:
     return run
 
 
-def find_runs(paths: Sequence[Path]) -> tuple[list[Run], list[Unreadable]]:
+def find_runs(paths: Sequence[Path], tuning: bool = True) -> tuple[list[Run], list[Unreadable]]:
     """All records in these folders and the folders in them, in the order of their paths, each once.
 
-    Raises `SettingsError` where a path is no folder.
+    Those of a sweep's tuning only if ``tuning``. Raises `SettingsError` where a path is no folder.
     """
     found: dict[Path, Run | Unreadable] = {}
     for path in paths:
         if not path.is_dir():
             raise SettingsError(f"{path}: not there; allowed is the folder of a record, or one with such folders")
-        for folder in _record_folders(path.resolve()):
-            found[folder] = found.get(folder) or read_run(folder)
+        for folder in _folders(path.resolve()):
+            if _is_record(folder) and (tuning or not _is_tuning(folder)):
+                found[folder] = found.get(folder) or read_run(folder)
     runs = [run for run in found.values() if isinstance(run, Run)]
     return runs, [run for run in found.values() if isinstance(run, Unreadable)]
+
+
+def find_sweeps(paths: Sequence[Path]) -> list[Path]:
+    """The folders of sweeps among these and the folders in them, each once. Raises as `find_runs`."""
+    folders = (folder for path in paths if path.is_dir() for folder in _folders(path.resolve()))
+    return list(dict.fromkeys(folder for folder in folders if (folder / SWEEP_FILE).is_file()))
 
 
 def run_in(folder: Path) -> Run:
@@ -133,14 +157,22 @@ def run_in(folder: Path) -> Run:
     return run
 
 
-def _record_folders(folder: Path) -> list[Path]:
+def _folders(folder: Path) -> Iterator[Path]:
+    """This one and those in it, but for what is in a record."""
+    yield folder
+    if not _is_record(folder):
+        for child in sorted(folder.iterdir()):
+            if child.is_dir() and not child.is_symlink():
+                yield from _folders(child)
+
+
+def _is_record(folder: Path) -> bool:
     names = {entry.name for entry in os.scandir(folder)}
-    if names & set(RECORD_FILES) or not names:
-        return [folder]
-    return [
-        record for child in sorted(folder.iterdir()) if child.is_dir() and not child.is_symlink()
-        for record in _record_folders(child)
-    ]  # fmt: skip
+    return bool(names & set(RECORD_FILES)) or not names
+
+
+def _is_tuning(folder: Path) -> bool:
+    return folder.parent.name == TUNING_FOLDER and (folder.parent.parent / SWEEP_FILE).is_file()
 
 
 @cache
@@ -152,8 +184,9 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     for key, registry in (("task", TASKS), ("method", STRATEGIES)):
         if not isinstance(settings[key], str) or settings[key] not in registry:
             raise ValueError(f"{SETTINGS_FILE}: {key} = {settings[key]!r}: this version has none of that name")
-    if type(settings["tau"]) not in (int, float):
-        raise ValueError(f"{SETTINGS_FILE}: tau = {settings['tau']!r}: not a number")
+    for key in ("tau", "lr"):
+        if type(settings[key]) not in (int, float):
+            raise ValueError(f"{SETTINGS_FILE}: {key} = {settings[key]!r}: not a number")
     for key in ("seed", "rounds", "clients", "clients_per_round", "local_steps"):
         if type(settings[key]) is not int:
             raise ValueError(f"{SETTINGS_FILE}: {key} = {settings[key]!r}: not a whole number")
@@ -171,8 +204,8 @@ def _read_rounds(path: Path) -> list[dict[str, Any]]:
         try:
             values = json.loads(line)
             well = isinstance(values, dict) and type(values["round"]) is int and _is_number(values["seconds"])
-            well = well and all(v is None or _is_number(v) for k, v in values.items() if k != "failed")
-            well = well and all(isinstance(text, str) for text in values.get("failed", ()))
+            well = well and all(v is None or _is_number(v) for k, v in values.items() if k not in TEXTS)
+            well = well and all(isinstance(text, str) for key in TEXTS for text in values.get(key, ()))
         except (ValueError, KeyError, TypeError, RecursionError):
             well = False
         if not well:

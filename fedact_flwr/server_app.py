@@ -19,7 +19,7 @@ from clients.diagnostics import DirectionConsistency
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.budget import with_budget
 from fedact_flwr.checkpoint import MAY_CHANGE, Checkpoint, Checkpoints
-from fedact_flwr.orphan import end_with_parent
+from fedact_flwr.orphan import end_with_flower
 from fedact_flwr.record import RunRecord, record_to_resume
 from fedact_flwr.settings import (
     AUTO,
@@ -44,7 +44,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    end_with_parent()
+    end_with_flower()
     run(parse(context.run_config), grid)
 
 

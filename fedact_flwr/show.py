@@ -92,7 +92,7 @@ def print_comparison(folders: Sequence[Path]) -> None:
 
 
 def _console() -> Console:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = WIDE
     return console

@@ -101,19 +101,23 @@ class Mlflow:
 
         logging.getLogger("mlflow").setLevel(ERROR)  # the terminal is ours
         database = f"sqlite:///{folder.parent / MLFLOW_DATABASE}"
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or database)
         kept = folder / MLFLOW_ID
+        with _alone(folder.parent / f".{MLFLOW_DATABASE}.lock"):  # MLflow makes tables and experiments twice otherwise
+            self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or database)
+            if not kept.exists():
+                experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or NAME)
         if kept.exists():
             self._id = kept.read_text()
             self._client.update_run(self._id, status="RUNNING")
             return
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or NAME
-        experiment = self._client.get_experiment_by_name(name)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        self._id = self._client.create_run(experiment_id, run_name=folder.name).info.run_id
+        self._id = self._client.create_run(experiment, run_name=folder.name).info.run_id
         # once and for all: MLflow refuses another value, so a resumed run can't say that it has more rounds
         self._client.log_batch(self._id, params=[Param(key, str(value)) for key, value in config.items()])
         kept.write_text(self._id)
+
+    def _experiment(self, name: str) -> str:
+        experiment = self._client.get_experiment_by_name(name)
+        return str(experiment.experiment_id if experiment else self._client.create_experiment(name))
 
     def log(self, line: Mapping[str, Any]) -> None:
         from mlflow.entities import Metric
@@ -178,6 +182,7 @@ class Sinks:
 
     def __init__(self, names: Sequence[str], config: Config, folder: Path, lines: Lines) -> None:
         self._sinks: dict[str, Sink] = {}
+        self._reports: list[str] = []
         for name, make in {CSV_FILE: Csv, **{name: SINKS[name] for name in names}}.items():
             with self._reported(name):
                 self._sinks[name] = make(config, folder, lines)
@@ -192,14 +197,33 @@ class Sinks:
             with self._reported(name):
                 sink.close(status)
 
+    def take_reports(self) -> list[str]:
+        """What has failed since this was asked last, in sentences."""
+        taken, self._reports = self._reports, []
+        return taken
+
     @contextlib.contextmanager
     def _reported(self, name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # whatever it is: a picture of the run is no reason to end it
             cause = " ".join(str(error).split())
-            log(ERROR, "%s gets no more metrics: %s: %s", name, type(error).__name__, cause)
+            self._reports.append(f"{name} gets no more metrics: {type(error).__name__}: {cause}")
+            log(ERROR, self._reports[-1])
             self._sinks.pop(name, None)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Wait until no other process is here, where the system can tell."""
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:

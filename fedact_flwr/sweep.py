@@ -1,9 +1,10 @@
 """A sweep: a TOML file that stands for many runs, and the folder of their records.
 
-    FOLDER/sweep.toml      the file, as it was carried out
+    FOLDER/sweep.toml      the file, with what --set said as comments
     FOLDER/tuning/NAME     the runs that choose a learning rate
     FOLDER/tuning.json     what they came to
     FOLDER/runs/NAME       the runs to report
+    FOLDER/runs.json       their names: earlier ones may lie beside them
 
 docs/sweeps.md shows one in full.
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
@@ -23,18 +24,28 @@ from clients.methods import CLIENT_METHODS
 from fedact_flwr.budget import with_budget
 from fedact_flwr.checkpoint import FOLDER as CHECKPOINTS
 from fedact_flwr.failure import COMPLETED, FAILED
+from fedact_flwr.record import SUMMARY_FILE
 from fedact_flwr.run import Engine, for_this_machine
-from fedact_flwr.runs import MACHINE, RUNNING, Run, read_run
-from fedact_flwr.settings import Settings, SettingsError, dump, parse, read_defaults, read_file, read_override
+from fedact_flwr.runs import MACHINE, RUNNING, RUNS_FOLDER, TUNING_FOLDER, Run, Unreadable, read_run, show
+from fedact_flwr.settings import (
+    SETTINGS_FILE,
+    Settings,
+    SettingsError,
+    dump,
+    parse,
+    read_defaults,
+    read_file,
+    read_override,
+)
+from strategies import STRATEGIES
 from tasks import TASKS, TaskSettings
-from tasks.task import BadData
+from tasks.task import BadData, Family
 
-SWEEP_FILE = "sweep.toml"
 TUNING_FILE = "tuning.json"
-TUNING_FOLDER = "tuning"
-RUNS_FOLDER = "runs"
+CURRENT_FILE = "runs.json"
 NOT_OURS = ("output", "name", "resume")
 LONGEST_NAME = 150
+TYPES = re.compile(r"(str|bool|int|float|list|dict)\b")  # as pydantic names the members of a union
 
 Plain = str | bool | int | float
 Own = dict[str, Plain]  # settings of a run that are not the sweep's common ones
@@ -94,9 +105,12 @@ class Job:
 
     def check_folder(self) -> None:
         """Raise `SettingsError` where the folder holds another run, or one that goes on."""
-        if (record := self.record()) is None:
+        found = read_run(self.folder)
+        if isinstance(found, Unreadable):
+            if any((self.folder / name).exists() for name in (SETTINGS_FILE, SUMMARY_FILE)):
+                raise SettingsError(f"{self.folder}: {found.reason}; allowed is another --output, or to remove it")
             return
-        wanted = dump(self.settings)
+        record, wanted = found, dump(self.settings)
         odd = [key for key in record.differing(wanted, MACHINE) if key in wanted]
         if odd:
             raise SettingsError(
@@ -131,8 +145,10 @@ def read_sweep(path: Path) -> Sweep:
         sweep = Sweep(**read_file(path))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(part) for part in first["loc"] if not TYPES.match(str(part)))
         allowed = "" if first["loc"][0] in Sweep.model_fields else f"; allowed are {', '.join(Sweep.model_fields)}"
+        if first["loc"][0] == "settings" and isinstance(first["input"], list):
+            allowed = "; several values belong in [grid]"
         raise SettingsError(f"{path}: {where}: {first['msg']}{allowed}") from None
     places = {
         "settings": set(sweep.settings),
@@ -145,6 +161,10 @@ def read_sweep(path: Path) -> Sweep:
             raise SettingsError(f"{path}: {key}: a sweep has a folder of its own for records; allowed is --output")
         if len(having := [place for place, keys in places.items() if key in keys]) > 1:
             raise SettingsError(f"{path}: {key}: stands in {' and in '.join(having)}; allowed is one of them")
+    if sweep.tune and isinstance(sweep.tune.lr, dict):
+        known = [*STRATEGIES, *get_args(Family)]
+        if unknown := sorted(sweep.tune.lr.keys() - set(known)):
+            raise SettingsError(f"{path}: tune.lr.{unknown[0]}: allowed are methods and families, {', '.join(known)}")
     held = set(sweep.tune.at) if sweep.tune else set()
     if odd := sorted(held - (places["grid"] | places["cases"]) | held & {"seed"}):
         raise SettingsError(f"{path}: tune.at.{odd[0]}: allowed are keys of grid and cases, but for seed")
@@ -194,6 +214,13 @@ class Plan:
         self._combinations: list[Own] = [case | chosen for case, chosen in product(self.sweep.cases, values)]
         self._trials: dict[Cell, dict[float, list[Job]]] = {}
         if tune := self.sweep.tune:
+            reported = {own.get("seed", self.common["seed"]) for own in self._combinations}
+            if both := sorted(reported & set(tune.seeds)):
+                raise SettingsError(f"{path}: tune.seeds: {both[0]} is a seed to report; allowed are others")
+            if self.common["evaluate_every"] == 0:
+                raise SettingsError(
+                    f"{path}: evaluate_every = 0: nothing tells learning rates apart; allowed is above 0"
+                )
             for cell in dict.fromkeys(map(self._cell, self._combinations)):
                 self._trials[cell] = {
                     lr: [self._job(TUNING_FOLDER, dict(cell) | {"lr": lr, "seed": seed}) for seed in tune.seeds]
@@ -240,6 +267,10 @@ class Plan:
         rates, config = self.sweep.tune.lr, self.common | dict(cell)
         if not isinstance(rates, dict):
             return rates
+        if not isinstance(config["method"], str):
+            raise SettingsError(
+                f"{self.path}: method = {config['method']!r}: allowed is one of {', '.join(STRATEGIES)}"
+            )
         method = CLIENT_METHODS.get(config["method"])
         family = method.family_with(config["local_optimizer"]) if method else ""
         if found := rates.get(config["method"]) or rates.get(family):
@@ -250,8 +281,7 @@ class Plan:
         )
 
     def _job(self, kind: str, own: Own) -> Job:
-        values = (f"{value:g}" if isinstance(value, float) else str(value) for value in own.values())
-        name = ",".join(f"{key}={value}" for key, value in zip(own, values, strict=True))
+        name = ",".join(f"{key}={show(value)}" for key, value in own.items())
         name = re.sub(r"[^\w.,=+-]", "-", name) or "run"
         if len(name) > LONGEST_NAME:
             name = f"{name[:LONGEST_NAME]}-{sha256(name.encode()).hexdigest()[:8]}"

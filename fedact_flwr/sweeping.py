@@ -2,18 +2,21 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from fedact_flwr.failure import BAD_SETTINGS, RUN_FAILED, RUN_INTERRUPTED, fail
+from fedact_flwr.files import write_whole
 from fedact_flwr.pool import Place, Progressing, carry_out
 from fedact_flwr.record import locked
 from fedact_flwr.run import Engine, interrupt_on_signals
+from fedact_flwr.runs import SWEEP_FILE
 from fedact_flwr.settings import SettingsError
-from fedact_flwr.sweep import SWEEP_FILE, TUNING_FILE, Job, Plan, Tuned
+from fedact_flwr.sweep import CURRENT_FILE, TUNING_FILE, Job, Plan, Tuned
 
 
 def sweep(
@@ -28,7 +31,7 @@ def sweep(
     dry_run: bool,
 ) -> None:
     """Carry a sweep out, or what is left of it; the arguments are those of the command."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     try:
         plan = Plan(path, folder or Path("runs") / path.stem, overrides, engine)
         runs = plan.expected
@@ -37,17 +40,22 @@ def sweep(
         console.print(f"{tuning}{len(runs)} runs; {plan.steps:,} steps of clients, {len(places)} runs at a time")
         if dry_run:
             for job in (*plan.tuning, *runs):
-                console.print(str(job.folder.relative_to(plan.folder)), markup=False)
+                console.print(str(job.folder.relative_to(plan.folder)))
+            if plan.tuning:
+                console.print("the last ones with the learning rates that are tuned")
             return
-        _make(plan.folder, path)
-        with locked(plan.folder):
+        with _folder(plan.folder):
             interrupt_on_signals()
+            said = "".join(f"# --set {text}\n" for text in overrides)
+            write_whole(plan.folder / SWEEP_FILE, said + path.read_text())
             try:
                 missing = _carry_out(plan, places, retry, console)
             except KeyboardInterrupt:
                 fail(f"interrupted; the same command goes on with {plan.folder}", RUN_INTERRUPTED)
     except SettingsError as error:
         fail(str(error), BAD_SETTINGS)
+    except OSError as error:
+        fail(f"--output {folder or plan.folder}: {error}; allowed is a folder to write to", BAD_SETTINGS)
     console.print(f"fedact report {plan.folder} shows the results")
     if missing:
         fail(f"{len(missing)} of the runs to report are missing; --retry makes those that failed again", RUN_FAILED)
@@ -55,41 +63,46 @@ def sweep(
 
 def _carry_out(plan: Plan, places: Sequence[Place], retry: bool, console: Console) -> list[str]:
     """Make what is left, list what failed, now or before, and give what is missing of the runs to report."""
-    _make_left(plan, plan.tuning, "tuning", places, retry, console)
+    failures = _make_left(plan, plan.tuning, "tuning", places, retry, console)
     tuned = plan.tuned()
     if tuned:
-        (plan.folder / TUNING_FILE).write_text(json.dumps([_row(each) for each in tuned], indent=1) + "\n")
+        write_whole(plan.folder / TUNING_FILE, json.dumps([_row(each) for each in tuned], indent=1) + "\n")
     runs = plan.runs({each.cell: each.best for each in tuned if each.best is not None})
-    _make_left(plan, runs, "runs", places, retry, console)
+    write_whole(plan.folder / CURRENT_FILE, json.dumps([job.folder.name for job in runs], indent=1) + "\n")
+    failures |= _make_left(plan, runs, "runs", places, retry, console)
     failed = [job for job in (*plan.tuning, *runs) if job.is_left(retry=True)]
     for job in failed:
         record = job.record()
-        why = record.cause if record else "it left no record"
-        console.print(f"failed: {job.folder.relative_to(plan.folder)}: {why}", style="yellow", markup=False)
+        why = failures.get(job.folder) or (record and record.cause) or "it left no record"
+        console.print(f"failed: {job.folder.relative_to(plan.folder)}: {why}", style="yellow")
     missing = [job.folder.name for job in failed if job in runs]
     for each in tuned:
         if each.best is None:
-            missing.append(", ".join(f"{key} = {value}" for key, value in each.cell))
-            console.print(f"failed: {missing[-1]}: no learning rate works", style="yellow", markup=False)
+            missing.append(", ".join(f"{key} = {value}" for key, value in each.cell) or "all")
+            console.print(f"failed: {missing[-1]}: no learning rate works", style="yellow")
     return missing
 
 
 def _make_left(
     plan: Plan, jobs: Sequence[Job], what: str, places: Sequence[Place], retry: bool, console: Console
-) -> None:
+) -> dict[Path, str]:
     left = [job for job in jobs if job.is_left(retry)]
     if len(left) < len(jobs):
         console.print(f"{what}: {len(jobs) - len(left)} of {len(jobs)} are there already")
     with Progressing(left, console) as progress:
-        carry_out(left, plan.engine, places, progress)
+        return carry_out(left, plan.engine, places, progress)
 
 
-def _make(folder: Path, path: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / SWEEP_FILE).write_bytes(path.read_bytes())
-    except OSError as error:
-        raise SettingsError(f"--output {folder}: {error}; allowed is a folder to write to") from None
+@contextmanager
+def _folder(folder: Path) -> Iterator[None]:
+    """Make it, and keep other sweeps out. Raises `SettingsError` where one is in it, and OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder))
+        except SettingsError:
+            raise SettingsError(f"--output {folder}: another sweep is at work there; allowed is another one") from None
+        yield
 
 
 def _row(tuned: Tuned) -> dict[str, object]:
@@ -106,6 +119,8 @@ def _places(jobs: Sequence[Job], engine: Engine, cpus: int | None, gpus: int | N
         raise SettingsError(f"--cpus {given}: allowed is {threads}, the threads of a run, to {here}, what is here")
     side_by_side = given // threads if engine == "inprocess" else 1  # Flower's simulation takes the whole machine
     if all(job.settings.device != "cuda" for job in jobs):
+        if gpus is not None or per_gpu > 1:
+            raise SettingsError("--gpus, --per-gpu: allowed where device is cuda; these runs use none")
         return [None] * side_by_side
     cuda = torch.cuda.device_count()
     used = cuda if gpus is None else gpus

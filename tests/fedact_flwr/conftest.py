@@ -71,6 +71,8 @@ def write_record() -> Callable[..., Path]:
 
     def write(folder: Path, lines: list[dict[str, Any]], status: str = "completed", **own: Any) -> Path:
         folder.mkdir(parents=True)
+        rounds = {"rounds": lines[-1]["round"]} if lines and lines[-1].get("round") else {}
+        own = rounds | own
         (folder / SETTINGS_FILE).write_text(tomli_w.dumps(dump(parse(read_defaults() | own))))
         (folder / ROUNDS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
         if status != "unfinished":
