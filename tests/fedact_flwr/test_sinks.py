@@ -251,15 +251,19 @@ def entries(path: Path) -> dict[str, Any]:
         match record.WhichOneof("record_type"):
             case "run":
                 found |= {"project": record.run.project, "display_name": record.run.display_name}
-                found["config"] |= {
-                    u.key: json.loads(u.value_json) for u in record.run.config.update if u.key != "_wandb"
-                }
+                found["config"] |= _updated(record.run.config)
+            case "config":  # which may come later
+                found["config"] |= _updated(record.config)
             case "history":
                 items = record.history.item
                 found["history"].append({(i.key or i.nested_key[0]): json.loads(i.value_json) for i in items})
             case "exit":
                 found["exit"] = record.exit.exit_code
     return found
+
+
+def _updated(config: Any) -> dict[str, Any]:
+    return {each.key: json.loads(each.value_json) for each in config.update if each.key != "_wandb"}
 
 
 def test_wandb_without_a_login_ends_no_run(

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from fedact_flwr import sweeping
 from fedact_flwr.cli import app
+from fedact_flwr.record import locked
 from fedact_flwr.runs import Run, read_run
 from fedact_flwr.settings import PROJECT, dump
 from fedact_flwr.sweep import Job, read_sweep
@@ -166,6 +167,46 @@ def test_the_example_of_the_docs_is_a_sweep(tmp_path: Path) -> None:
     assert sweep.tune.seeds == [11]
 
 
+def test_a_record_that_can_not_be_read_is_refused_and_not_overwritten(tmp_path: Path, made: list[str]) -> None:
+    path = write(tmp_path, SMALL + "[grid]\nseed = [1]\n")
+    sweep(path)
+    record = tmp_path / "out" / "runs" / "seed=1"
+    (record / "rounds.jsonl").write_text("{}\n")
+    code, output = sweep(path)
+    assert code == 2
+    assert (
+        f"error: {record}: rounds.jsonl: line 1 is no round's; allowed is another --output, or to remove it" in output
+    )
+    assert (record / "rounds.jsonl").read_text() == "{}\n"
+
+
+def test_another_sweep_in_the_folder_is_refused(tmp_path: Path, made: list[str]) -> None:
+    path = write(tmp_path, SMALL + "[grid]\nseed = [1]\n")
+    sweep(path)
+    before = (tmp_path / "out" / "sweep.toml").read_text()
+    with locked(tmp_path / "out"):
+        code, output = sweep(write(tmp_path, SMALL + "[grid]\nseed = [1, 2]\n"))
+    assert code == 2
+    assert f"error: --output {tmp_path / 'out'}: another sweep is at work there" in output
+    assert (tmp_path / "out" / "sweep.toml").read_text() == before
+
+
+def test_the_folder_says_which_runs_are_the_sweeps_and_what_was_set(tmp_path: Path, made: list[str]) -> None:
+    path = write(tmp_path, SMALL + "[grid]\nseed = [1, 2]\n")
+    sweep(path, "--set", "rho=0.12345678")
+    sweep(write(tmp_path, SMALL + "[grid]\nseed = [2, 3]\n"), "--set", "rho=0.12345678")
+    out = tmp_path / "out"
+    assert json.loads((out / "runs.json").read_text()) == ["seed=2", "seed=3"]
+    assert sorted(folder.name for folder in (out / "runs").iterdir()) == ["seed=1", "seed=2", "seed=3"]
+    assert (out / "sweep.toml").read_text().startswith("# --set rho=0.12345678\n")
+    assert made == ["runs/seed=1", "runs/seed=2", "runs/seed=3"]
+
+
+def test_numbers_that_are_nearly_alike_have_names_of_their_own(tmp_path: Path, made: list[str]) -> None:
+    assert sweep(write(tmp_path, SMALL + "[grid]\nrho = [0.12345678, 0.12345679, 0.5]\n"))[0] == 0
+    assert made == ["runs/rho=0.12345678", "runs/rho=0.12345679", "runs/rho=0.5"]
+
+
 WRONG = {
     "grids = 1": "grids: Extra inputs are not permitted; allowed are title, about, conf, settings, grid, cases, tune",
     "[grid]\nmethod = []": "grid.method: List should have at least 1 item",
@@ -177,6 +218,11 @@ WRONG = {
     "[tune]\nlr = [0.0]\nseeds = [1]": "greater than 0",
     "[tune]\nlr = { sgd = [0.1] }\nseeds = [1]": "tune.lr: neither 'fedact' nor its family, 'adamw', is there",
     "[tune]\nlr = [0.1]\nseeds = [1]\nat = { rho = 0.1 }": "tune.at.rho: allowed are keys of grid and cases, but for",
+    "[tune]\nlr = [0.1]\nseeds = [42]": "tune.seeds: 42 is a seed to report; allowed are others",
+    "[tune]\nlr = { adamw = [0.1], fedat = [0.2] }\nseeds = [1]": "tune.lr.fedat: allowed are methods and families, ",
+    "[tune]\nlr = 0.1\nseeds = [1]": "tune.lr: Input should be a valid list",
+    "[settings]\nevaluate_every = 0\n[tune]\nlr = [0.1]\nseeds = [1]": "evaluate_every = 0: ",
+    "[settings]\nrho = [0.1, 0.2]": "settings.rho: Input should be a valid string; several values belong in [grid]",
     "[grid]\nseed = [1, 1]": "seed=1: it has this run twice",
     "[grid]\nmethod = ['fedavg']\nrho = [0.1]": "method=fedavg,rho=0.1: rho = 0.1: fedavg with local_optimizer",
     "conf = ['no.toml']": "no.toml: No such file or directory",
@@ -198,6 +244,7 @@ def test_a_wrong_file_is_refused_in_one_line(text: str, tmp_path: Path, made: li
 def test_wrong_options(tmp_path: Path, made: list[str]) -> None:
     path = write(tmp_path, SMALL + "[grid]\nseed = [1]\n")
     for options, message in {
+        ("--per-gpu", "2"): "--gpus, --per-gpu: allowed where device is cuda; these runs use none",
         ("--cpus", "999"): "--cpus 999: allowed is 1, the threads of a run, to ",
         ("--set", "seed=2"): "--set seed: the sweep itself has values for it",
         ("--set", "rounds=0"): "rounds = 0: allowed is a whole number above 0",
@@ -216,12 +263,12 @@ def test_wrong_options(tmp_path: Path, made: list[str]) -> None:
 def test_interrupted_it_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     """Two runs side by side, of which one fails; interrupted in the middle; then what is left of them."""
     grid = "[grid]\nseed = [1]\n[[cases]]\nlr = 1e9\n[[cases]]\nmethod = 'scaffold'\n"
-    path = write(tmp_path, SMALL.replace("rounds = 6", "rounds = 12\ncheckpoint_every = 1000") + grid)
+    path = write(tmp_path, SMALL.replace("rounds = 6", "rounds = 30\ncheckpoint_every = 1000") + grid)
     command = [sys.executable, "-m", "fedact_flwr", "sweep", str(path), "--output", str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     failing, good = (tmp_path / "out" / "runs" / name for name in ("lr=1e+09,seed=1", "method=scaffold,seed=1"))
     rounds, deadline = good / "rounds.jsonl", time.monotonic() + 60
-    while not (rounds.exists() and rounds.read_bytes().count(b"\n") > 2) and time.monotonic() < deadline:
+    while not (rounds.exists() and rounds.read_bytes().count(b"\n") > 1) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
@@ -235,7 +282,7 @@ def test_interrupted_it_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     assert read_run(failing).status == "failed"  # type: ignore[union-attr]
     assert read_run(good).status == "completed"  # type: ignore[union-attr]
     own = [line.replace(" ", "") for line in SMALL.splitlines() if "=" in line and "rounds" not in line]
-    own += ["rounds=12", "method=scaffold", "seed=1", f"output={tmp_path}", "name=straight"]
+    own += ["rounds=30", "method=scaffold", "seed=1", f"output={tmp_path}", "name=straight"]
     arguments = ["run", "--engine", "inprocess", *(part for setting in own for part in ("--set", setting))]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     models = [(folder / "model.safetensors").read_bytes() for folder in (good, tmp_path / "straight")]
