@@ -107,7 +107,7 @@ def run_sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, list the runs, make none.")] = False,
 ) -> None:
     """Make many runs: a grid of settings, methods and seeds, with tuned learning rates. Those that are done stay."""
-    from fedact_flwr.sweeping import sweep
+    from fedact_flwr.experiments.sweeping import sweep
 
     sweep(file, overrides or [], output, engine.value, cpus, gpus, per_gpu, retry, dry_run)
 
@@ -121,7 +121,7 @@ def show_presets(
     overrides: Overrides = None,
 ) -> None:
     """List the paper's tables and figures: sweeps that reproduce them, what they cost, and versions for a laptop."""
-    from fedact_flwr.presets import print_presets
+    from fedact_flwr.experiments.presets import print_presets
 
     with settings_errors_in_a_line():
         print_presets(preset, overrides or [], trial)
@@ -157,7 +157,7 @@ def write_report(
     ] = None,
 ) -> None:
     """Write what runs came to: tables, curves, costs, as one page (HTML) and as Markdown."""
-    from fedact_flwr.report import report
+    from fedact_flwr.experiments.report import report
 
     report(records, output, name, against is Published.paper, baseline, target, ignore or [])
 
@@ -165,7 +165,7 @@ def write_report(
 @app.command("list")
 def list_runs(folders: Records = None) -> None:
     """List the runs in these folders: how they ended, and with what."""
-    from fedact_flwr.show import print_runs
+    from fedact_flwr.experiments.show import print_runs
 
     with settings_errors_in_a_line():
         print_runs(folders or [Path("runs")])
@@ -174,7 +174,7 @@ def list_runs(folders: Records = None) -> None:
 @app.command("show")
 def show_run(record: Annotated[Path, typer.Argument(metavar="RUN", help="A run's record.")]) -> None:
     """Show a run: settings, result, last rounds, failures."""
-    from fedact_flwr.show import print_run
+    from fedact_flwr.experiments.show import print_run
 
     with settings_errors_in_a_line():
         print_run(record)
@@ -186,7 +186,7 @@ def compare_runs(
     other: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
 ) -> None:
     """Show in which settings two runs differ, and their results side by side."""
-    from fedact_flwr.show import print_comparison
+    from fedact_flwr.experiments.show import print_comparison
 
     with settings_errors_in_a_line():
         print_comparison([one, other])

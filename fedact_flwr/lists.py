@@ -75,7 +75,7 @@ def print_split(files: Sequence[Path], overrides: Sequence[str], picture: Path |
     how = f"{settings.split} {settings.dirichlet_alpha:g}" if "dirichlet" in settings.split else settings.split
     title = f"{settings.task}, {how}, {settings.clients} clients, seed {settings.seed}"
     if picture:
-        from fedact_flwr.pictures import draw_split
+        from fedact_flwr.experiments.pictures import draw_split
 
         try:
             draw_split(picture, histograms, title)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fedact_flwr import sweeping
 from fedact_flwr.cli import app
+from fedact_flwr.experiments import sweeping
+from fedact_flwr.experiments.runs import Run, read_run
+from fedact_flwr.experiments.sweep import Job, read_sweep
 from fedact_flwr.record import locked
-from fedact_flwr.runs import Run, read_run
 from fedact_flwr.settings import PROJECT, dump
-from fedact_flwr.sweep import Job, read_sweep
 
 SMALL = """
 [settings]

@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fedact_flwr.cli import app
-from fedact_flwr.comparison import compare
-from fedact_flwr.document import Figure, Paragraph, Table, to_html, to_markdown
-from fedact_flwr.paper import _values, values_for
+from fedact_flwr.experiments.comparison import compare
+from fedact_flwr.experiments.document import Figure, Paragraph, Table, to_html, to_markdown
+from fedact_flwr.experiments.paper import _values, values_for
+from fedact_flwr.experiments.runs import Run, find_runs, read_run
 from fedact_flwr.record import CLIENTS_FILE
-from fedact_flwr.runs import Run, find_runs, read_run
 from fedact_flwr.settings import PROJECT, read_file
 
 Record = Callable[..., Path]

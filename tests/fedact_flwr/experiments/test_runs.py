@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fedact_flwr.cli import app
+from fedact_flwr.experiments.runs import Run, Unreadable, find_runs, read_run
 from fedact_flwr.record import LOCK_FILE, ROUNDS_FILE, SUMMARY_FILE, locked
-from fedact_flwr.runs import Run, Unreadable, find_runs, read_run
 from fedact_flwr.settings import SETTINGS_FILE
 
 LINES = [

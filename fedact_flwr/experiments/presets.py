@@ -15,9 +15,9 @@ from rich.table import Table
 
 from clients.device import OutOfMemory
 from clients.training import NonFinite
+from fedact_flwr.experiments.sweep import Plan
+from fedact_flwr.experiments.trial import STEPS, device_name, seconds_per_step
 from fedact_flwr.settings import PROJECT, Settings, SettingsError, read_defaults
-from fedact_flwr.sweep import Plan
-from fedact_flwr.trial import STEPS, device_name, seconds_per_step
 from tasks import TaskSettings
 from tasks.task import BadData, first_line
 

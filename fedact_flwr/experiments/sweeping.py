@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from fedact_flwr.experiments.pool import Place, Progressing, carry_out
+from fedact_flwr.experiments.runs import SWEEP_FILE
+from fedact_flwr.experiments.sweep import CURRENT_FILE, TUNING_FILE, Job, Plan, Tuned
 from fedact_flwr.failure import BAD_SETTINGS, RUN_FAILED, RUN_INTERRUPTED, fail
 from fedact_flwr.files import write_whole
-from fedact_flwr.pool import Place, Progressing, carry_out
 from fedact_flwr.record import locked
 from fedact_flwr.run import Engine, interrupt_on_signals
-from fedact_flwr.runs import SWEEP_FILE
 from fedact_flwr.settings import SettingsError
-from fedact_flwr.sweep import CURRENT_FILE, TUNING_FILE, Job, Plan, Tuned
 
 
 def sweep(

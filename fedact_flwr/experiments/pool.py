@@ -19,11 +19,11 @@ import tomli_w
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from fedact_flwr.experiments.sweep import Job
 from fedact_flwr.failure import BAD_SETTINGS, COMPLETED
 from fedact_flwr.record import ROUNDS_FILE
 from fedact_flwr.run import ENDS_WITH_PARENT, Engine
 from fedact_flwr.settings import dump
-from fedact_flwr.sweep import Job
 
 POLL_SECONDS = 0.3
 

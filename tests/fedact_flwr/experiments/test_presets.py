@@ -11,13 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 from clients.device import OutOfMemory
-from fedact_flwr import presets, trial
 from fedact_flwr.budget import with_budget
 from fedact_flwr.cli import app
-from fedact_flwr.presets import FIGURES, LAPTOP, PAPER, Preset
+from fedact_flwr.experiments import presets, trial
+from fedact_flwr.experiments.presets import FIGURES, LAPTOP, PAPER, Preset
+from fedact_flwr.experiments.sweep import Plan
 from fedact_flwr.run import for_this_machine
 from fedact_flwr.settings import PROJECT, Settings, dump, parse, read_defaults, read_settings
-from fedact_flwr.sweep import Plan
 from tasks import TASKS
 from tasks.language import LanguageTask
 from tasks.vision import ImageTask

@@ -9,8 +9,8 @@ from typing import Any
 from scipy.stats import ttest_rel
 
 from clients.local_optimizers import LOCAL_OPTIMIZERS
+from fedact_flwr.experiments.runs import MACHINE, Run, show
 from fedact_flwr.failure import COMPLETED
-from fedact_flwr.runs import MACHINE, Run, show
 from fedact_flwr.settings import AUTO, Settings, method_settings
 from strategies import STRATEGIES
 from tasks import TASKS

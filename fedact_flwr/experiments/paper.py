@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fedact_flwr.comparison import OBSERVING, Comparison
-from fedact_flwr.document import Block, Heading, Paragraph, Table
-from fedact_flwr.runs import MACHINE, Run, effective, show
+from fedact_flwr.experiments.comparison import OBSERVING, Comparison
+from fedact_flwr.experiments.document import Block, Heading, Paragraph, Table
+from fedact_flwr.experiments.runs import MACHINE, Run, effective, show
 from fedact_flwr.settings import PROJECT, dump, parse, read_defaults, read_file
 
 RESULTS = Path(__file__).with_name("paper_results.json")

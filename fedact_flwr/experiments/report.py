@@ -13,15 +13,24 @@ import numpy as np
 from pydantic import BaseModel, Field, TypeAdapter
 from rich.console import Console
 
-from fedact_flwr.comparison import ROW_KEYS, Column, Comparison, Row, compare
-from fedact_flwr.document import Block, Figure, Heading, Paragraph, Table, write_document
+from fedact_flwr.experiments.comparison import ROW_KEYS, Column, Comparison, Row, compare
+from fedact_flwr.experiments.document import Block, Figure, Heading, Paragraph, Table, write_document
+from fedact_flwr.experiments.paper import against_paper
+from fedact_flwr.experiments.pictures import Curve, Grid, curves, maps, split_svg
+from fedact_flwr.experiments.runs import (
+    RUNS_FOLDER,
+    SWEEP_FILE,
+    Run,
+    Unreadable,
+    effective,
+    find_runs,
+    find_sweeps,
+    show,
+)
+from fedact_flwr.experiments.sweep import CURRENT_FILE, TUNING_FILE, Sweep, read_sweep
 from fedact_flwr.failure import BAD_SETTINGS, fail
-from fedact_flwr.paper import against_paper
-from fedact_flwr.pictures import Curve, Grid, curves, maps, split_svg
 from fedact_flwr.record import CLIENTS_FILE
-from fedact_flwr.runs import RUNS_FOLDER, SWEEP_FILE, Run, Unreadable, effective, find_runs, find_sweeps, show
 from fedact_flwr.settings import Settings, SettingsError, dump, parse, read_defaults
-from fedact_flwr.sweep import CURRENT_FILE, TUNING_FILE, Sweep, read_sweep
 
 CURVES = {  # keys of a round's line, and what they are; the target comes before them
     "loss": "loss on the test data",

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fedact_flwr.runs import Run, Unreadable, find_runs, run_in
+from fedact_flwr.experiments.runs import Run, Unreadable, find_runs, run_in
 from fedact_flwr.settings import SettingsError, dump, parse, read_defaults
 
 LAST_ROUNDS = 10
