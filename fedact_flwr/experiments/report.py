@@ -104,6 +104,7 @@ class TunedCell(BaseModel):
     """A row of `TUNING_FILE`."""
 
     cell: dict[str, Any]
+    target: str
     by_lr: Annotated[list[tuple[float, float | None]], Field(min_length=1)]
     best: float | None
 
@@ -225,11 +226,13 @@ def _tuning(sweeps: Sequence[SweepFolder]) -> list[Block]:
         rows = []
         for tuned in each.tuning:
             cell = ", ".join(f"{key} = {show(value)}" for key, value in tuned.cell.items()) or "all"
-            tried = ", ".join(f"{lr:g}: {'failed' if mean is None else f'{mean:.4g}'}" for lr, mean in tuned.by_lr)
+            scale = _scale_of(tuned.target)
+            ends = ("failed" if mean is None else f"{scale * mean:.4g}" for _, mean in tuned.by_lr)
+            tried = ", ".join(f"{lr:g}: {end}" for (lr, _), end in zip(tuned.by_lr, ends, strict=True))
             rates = [lr for lr, _ in tuned.by_lr]
             edge = tuned.best in (min(rates), max(rates)) and len(rates) > 1
             best = "none" if tuned.best is None else f"{tuned.best:g}"
-            rows.append([cell, best, "the edge of the grid" if edge else "", tried])
+            rows.append([cell, best, "the edge of the grid" if edge else "", f"{_target_words(tuned.target)}: {tried}"])
         seeds = ", ".join(map(str, each.sweep.tune.seeds))
         words = f"The best by the mean of the final target over the tuning seeds ({seeds}), and all that was tried."
         name = f", {each.sweep.title or each.folder.name}" if len(sweeps) > 1 else ""

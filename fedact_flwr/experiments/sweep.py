@@ -128,6 +128,8 @@ class Tuned:
     Attributes
     ----------
     cell : Cell
+    target : str
+        The metric.
     by_lr : mapping of float to float or None
         The mean over seeds of the final target, None where a run failed.
     best : float or None
@@ -135,6 +137,7 @@ class Tuned:
     """
 
     cell: Cell
+    target: str
     by_lr: Mapping[float, float | None]
     best: float | None
 
@@ -255,7 +258,7 @@ class Plan:
             means = {lr: _mean([_final(job, task.target) for job in jobs]) for lr, jobs in by_lr.items()}
             good = [lr for lr, mean in means.items() if mean is not None]
             best = (max if task.higher_is_better else min)(good, key=lambda lr: means[lr] or 0.0, default=None)
-            found.append(Tuned(cell, means, best))
+            found.append(Tuned(cell, task.target, means, best))
         return found
 
     def _cell(self, own: Own) -> Cell:

@@ -107,7 +107,7 @@ def _folder(folder: Path) -> Iterator[None]:
 
 def _row(tuned: Tuned) -> dict[str, object]:
     by_lr = [[lr, mean] for lr, mean in tuned.by_lr.items()]
-    return {"cell": dict(tuned.cell), "by_lr": by_lr, "best": tuned.best}
+    return {"cell": dict(tuned.cell), "target": tuned.target, "by_lr": by_lr, "best": tuned.best}
 
 
 def _places(jobs: Sequence[Job], engine: Engine, cpus: int | None, gpus: int | None, per_gpu: int) -> list[Place]:

@@ -157,7 +157,7 @@ def test_of_a_sweep_the_runs_that_it_has_now_and_none_that_tuned(record: Record,
     record(sweep / "tuning" / "t", [0.1, 0.9], seed=2, rho=0.1)
     (sweep / "sweep.toml").write_text("title = 'Of two'\n[tune]\nlr = [0.1, 0.2]\nseeds = [2]\n")
     (sweep / "runs.json").write_text('["now"]')
-    tuned = [{"cell": {"method": "fedact"}, "by_lr": [[0.1, 0.9], [0.2, None]], "best": 0.1}]
+    tuned = [{"cell": {"method": "fedact"}, "target": "accuracy", "by_lr": [[0.1, 0.9], [0.2, None]], "best": 0.1}]
     (sweep / "tuning.json").write_text(json.dumps(tuned))
     for given in (sweep, tmp_path / "all"):
         code, output = report(given, "--output", tmp_path / "out")
@@ -167,7 +167,7 @@ def test_of_a_sweep_the_runs_that_it_has_now_and_none_that_tuned(record: Record,
         assert text.startswith("# Of two\n")
         assert rows_of(text, "Results") == [["fedact", "50.0"]]
         assert rows_of(text, "Learning rates") == [
-            ["method = fedact", "0.1", "the edge of the grid", "0.1: 0.9, 0.2: failed"],
+            ["method = fedact", "0.1", "the edge of the grid", "accuracy %: 0.1: 90, 0.2: failed"],
         ]  # fmt: skip
 
     (sweep / "tuning.json").write_text("[{")

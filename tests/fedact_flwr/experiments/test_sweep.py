@@ -121,6 +121,7 @@ def test_the_learning_rate_is_tuned_for_each_combination_on_other_seeds(tmp_path
     ]  # fmt: skip
     first, second = json.loads((tmp_path / "out" / "tuning.json").read_text())
     assert first["cell"] == {"method": "fedact", "dirichlet_alpha": 0.1}
+    assert first["target"] == "accuracy"
     assert first["by_lr"] == [[0.001, pytest.approx(0.9795)], [0.011, pytest.approx(0.9875)]]
     assert (first["best"], second["best"]) == (0.011, 0.02)
     assert second["by_lr"][1] == [7, None]
