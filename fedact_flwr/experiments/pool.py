@@ -43,11 +43,12 @@ class Started:
 class Progressing:
     """Shows how far all of them are: a bar in a terminal, and a line for each run that has ended.
 
-    ``jobs`` are those that are to be made; a run's share of the whole is that of its optimizer steps.
+    ``jobs`` are those that are to be made, and ``later`` the optimizer steps of what comes after them; a run's share of
+    the whole is that of its steps.
     """
 
-    def __init__(self, jobs: Sequence[Job], console: Console) -> None:
-        self._jobs, self._console = jobs, console
+    def __init__(self, jobs: Sequence[Job], later: int, console: Console) -> None:
+        self._jobs, self._later, self._console = jobs, later, console
         self._ended: set[Path] = set()
         self._before, self._since = self._steps(), time.monotonic()
         columns = TextColumn("runs {task.fields[runs]}"), BarColumn(bar_width=20), TextColumn("{task.fields[left]}")
@@ -88,7 +89,7 @@ class Progressing:
         return sum(job.steps if job.folder in self._ended else job.steps * _share(job) for job in self._jobs)
 
     def _time_left(self) -> str:
-        done, total = self._steps(), sum(job.steps for job in self._jobs)
+        done, total = self._steps(), sum(job.steps for job in self._jobs) + self._later
         if done <= self._before or done >= total:
             return ""
         seconds = (time.monotonic() - self._since) * (total - done) / (done - self._before)

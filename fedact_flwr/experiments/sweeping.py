@@ -63,13 +63,14 @@ def sweep(
 
 def _carry_out(plan: Plan, places: Sequence[Place], retry: bool, console: Console) -> list[str]:
     """Make what is left, list what failed, now or before, and give what is missing of the runs to report."""
-    failures = _make_left(plan, plan.tuning, "tuning", places, retry, console)
+    later = sum(job.steps for job in plan.expected)
+    failures = _make_left(plan, plan.tuning, "tuning", later, places, retry, console)
     tuned = plan.tuned()
     if tuned:
         write_whole(plan.folder / TUNING_FILE, json.dumps([_row(each) for each in tuned], indent=1) + "\n")
     runs = plan.runs({each.cell: each.best for each in tuned if each.best is not None})
     write_whole(plan.folder / CURRENT_FILE, json.dumps([job.folder.name for job in runs], indent=1) + "\n")
-    failures |= _make_left(plan, runs, "runs", places, retry, console)
+    failures |= _make_left(plan, runs, "runs", 0, places, retry, console)
     failed = [job for job in (*plan.tuning, *runs) if job.is_left(retry=True)]
     for job in failed:
         record = job.record()
@@ -84,12 +85,12 @@ def _carry_out(plan: Plan, places: Sequence[Place], retry: bool, console: Consol
 
 
 def _make_left(
-    plan: Plan, jobs: Sequence[Job], what: str, places: Sequence[Place], retry: bool, console: Console
+    plan: Plan, jobs: Sequence[Job], what: str, later: int, places: Sequence[Place], retry: bool, console: Console
 ) -> dict[Path, str]:
     left = [job for job in jobs if job.is_left(retry)]
     if len(left) < len(jobs):
         console.print(f"{what}: {len(jobs) - len(left)} of {len(jobs)} are there already")
-    with Progressing(left, console) as progress:
+    with Progressing(left, later, console) as progress:
         return carry_out(left, plan.engine, places, progress)
 
 
