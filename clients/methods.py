@@ -1,6 +1,6 @@
 """The client half of every method: its local optimizer, and what it returns beside the model's delta."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from clients.fedlada import AmendedAMSGrad
 from clients.local_optimizers import ADAM_SETTINGS, LOCAL_OPTIMIZERS, act_adamw, adam, adamw
 from clients.local_round import Finished, LocalRound
 from clients.optimizers import ActAdamW, stability_note
+from clients.pflalign import SHRINKAGE, AlignedSGD
 from clients.settings import LocalSettings
 from strategies import wire
 from tasks.task import Family
@@ -144,6 +145,36 @@ def fedlada(local: LocalRound) -> AmendedAMSGrad:
     )
 
 
+def pflalign(local: LocalRound) -> AlignedSGD:
+    """x starts at x^r + Delta. The client's delta is still taken from x^r, so it is the next Delta."""
+    s = local.settings
+    with torch.no_grad():
+        torch._foreach_add_(local.parameters, local.kept[wire.DELTA])
+    return AlignedSGD(
+        local.parameters,
+        local.lr,
+        s.beta1,
+        s.align_eps,
+        s.weight_decay,
+        local.steps,
+        delta=local.kept[wire.DELTA],
+        second_moment=local.kept[wire.SECOND_MOMENT],
+        shrinkage=local.kept[SHRINKAGE],
+        shrink=s.shrinkage == "on",
+        realign=s.realign,
+    )
+
+
+def finish_pflalign(local: LocalRound, optimizer: Optimizer) -> Finished:
+    """Delta <- x_K - x^r, or 0 as it was; v and P go on."""
+    assert isinstance(optimizer, AlignedSGD)
+    delta: Sequence[Tensor] = local.kept[wire.DELTA]
+    if local.settings.personal_delta:
+        delta = torch._foreach_sub([p.detach() for p in local.parameters], local.received(wire.MODEL))
+    moments = {wire.SECOND_MOMENT: optimizer.second_moments(), SHRINKAGE: optimizer.shrinkages()}
+    return Finished(kept={wire.DELTA: delta, **moments})
+
+
 def fedact(local: LocalRound) -> ActAdamW:
     s = local.settings
     return _from_shared_state(local, tau=s.tau, alpha=s.alpha, gamma=s.gamma)
@@ -215,6 +246,14 @@ CLIENT_METHODS: dict[str, ClientMethod] = {
     ),
     "fadamgc": ClientMethod(
         "AdamW on g + y - y_i", fadamgc, "adamw", ADAM_SETTINGS, keeps=(wire.CONTROL,), finish=finish_fadamgc
+    ),
+    "pflalign": ClientMethod(
+        "SGD on P g from x^r + Delta_i, then x -= gamma Delta_i / K",
+        pflalign,
+        "sgd",
+        ("beta1", "align_eps", "shrinkage", "realign", "personal_delta"),
+        keeps=(wire.DELTA, wire.SECOND_MOMENT, SHRINKAGE),
+        finish=finish_pflalign,
     ),
     "fedadamw": ClientMethod(
         "ACT-AdamW with phi = 1", fedadamw, "adamw", (*ADAM_SETTINGS, "rho"), finish=return_second_moments

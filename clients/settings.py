@@ -10,6 +10,7 @@ from pydantic import (
     PositiveInt,
 )
 
+from clients.pflalign import Realign
 from strategies.codecs import WireSettings
 
 
@@ -28,6 +29,10 @@ class LocalSettings(WireSettings):
     beta1: Annotated[float, Field(ge=0, lt=1)]
     beta2: Annotated[float, Field(ge=0, lt=1)]
     eps: PositiveFloat
+    align_eps: PositiveFloat
+    shrinkage: Literal["on", "off"]
+    realign: Realign
+    personal_delta: bool
     clip_norm: NonNegativeFloat
     precision: Literal["float32", "bfloat16"]
     compile: bool

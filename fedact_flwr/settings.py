@@ -24,7 +24,9 @@ PROJECT = Path(__file__).resolve().parent.parent
 AUTO = "auto"
 SETTINGS_FILE = "settings.toml"  # in a run's record
 LANGUAGE_AUTO = ("max_length", "lora_r", "lora_alpha")  # the task knows what its "auto" is
-AUTO_KEYS = ("lr", "weight_decay", "beta1", "beta2", "server_lr", "alpha", "gamma", "client_gpus", *LANGUAGE_AUTO)
+AUTO_KEYS = (
+    "lr", "weight_decay", "beta1", "beta2", "server_lr", "weighting", "alpha", "gamma", "client_gpus", *LANGUAGE_AUTO
+)  # fmt: skip
 
 
 class SettingsError(ValueError):
@@ -161,6 +163,7 @@ def _defaults(task: str, method: str, local_optimizer: str) -> dict[str, Any]:
     anybody: dict[str, Any] = {
         "model": TASKS[task].models[0],
         "server_lr": STRATEGIES[method].default_server_lr,
+        "weighting": STRATEGIES[method].default_weighting,
         "beta1": 0.9,
         "beta2": 0.999,
     }

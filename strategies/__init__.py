@@ -2,7 +2,7 @@
 
 from strategies.fedact import FedACT, FedACTLocal, FedAdamW, FedLADA
 from strategies.fedadam import FedAdam
-from strategies.fedavg import FedAvg, FedProx, LocalAdam, LocalAdamW
+from strategies.fedavg import FedAvg, FedProx, LocalAdam, LocalAdamW, PFLAlign
 from strategies.federated import FederatedStrategy, RunFailed, ServerSettings
 from strategies.scaffold import FAdamGC, Scaffold
 
@@ -15,6 +15,7 @@ STRATEGIES: dict[str, type[FederatedStrategy]] = {
     "local_adamw": LocalAdamW,
     "fedlada": FedLADA,
     "fadamgc": FAdamGC,
+    "pflalign": PFLAlign,
     "fedadamw": FedAdamW,
     "fedact_local": FedACTLocal,
     "fedact": FedACT,
@@ -33,6 +34,7 @@ __all__ = [
     "FederatedStrategy",
     "LocalAdam",
     "LocalAdamW",
+    "PFLAlign",
     "RunFailed",
     "Scaffold",
     "ServerSettings",

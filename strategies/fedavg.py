@@ -31,6 +31,23 @@ class FedProx(FedAvg):
     source = "Li et al. 2020, arXiv:1812.06127"
 
 
+class PFLAlign(FedAvg):
+    """FedAvg whose clients go on from what was their own, with b = beta1 and Delta_i, v, P kept by each client::
+
+    client  x <- x^r + Delta_i, m <- 0, then K steps, with g the gradient with lam x in it:
+            m <- b m + (1 - b) g            v <- b v + (1 - b) g g
+            P <- P (1 - (1 - b) g g / (v + eps)) + (1 - b) m m / (v + eps)
+            gamma <- 1/2 - 1/2 erf(|m| / sqrt(2 max(v - m m, 0) + eps)) sign(-m Delta_i)
+            x <- x - eta P g - gamma Delta_i / K
+            and Delta_i <- x - x^r, which is also the delta that it returns
+
+    `clients.pflalign` says where this comes from. Replies count by examples, as there.
+    """
+
+    source = "after Kim and Lee 2026, arXiv:2605.02143, by a third-party account"
+    default_weighting = "examples"
+
+
 class LocalAdam(FedAvg):
     """FedAvg whose clients run Adam, with coupled weight decay, from a fresh state each round::
 

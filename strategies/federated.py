@@ -137,6 +137,7 @@ class FederatedStrategy(Strategy):
     unweighted: ClassVar[tuple[str, ...]] = ()  # records returned whose mean counts each client once
     settings_used: ClassVar[tuple[str, ...]] = ()  # settings that it reads and not every method has
     default_server_lr: ClassVar[float] = 1.0  # where server_lr is "auto"
+    default_weighting: ClassVar[str] = "uniform"  # where weighting is "auto"
     source: ClassVar[str] = ""  # where the method comes from
 
     def __init__(

@@ -65,7 +65,7 @@ LR, BETAS, EPS, DECAY = 0.04, (0.7, 0.9), 1e-3, 0.2  # the LR of a message, whic
 PHI: dict[str, Any] = {"tau": 0.3, "alpha": 1.7, "gamma": 0.2}
 UNUSUAL = {
     "momentum": 0.6, "beta1": 0.7, "beta2": 0.9, "eps": EPS, "weight_decay": DECAY, "mu": 0.4, "rho": 0.3,
-    "scope": "tensor", **PHI,
+    "scope": "tensor", "align_eps": EPS, **PHI,
 }  # fmt: skip
 SIZES = (1, 7, 40)  # examples of three clients
 
@@ -207,8 +207,10 @@ def random_message(settings: Settings) -> tuple[dict[str, dict[str, NDArray]], d
 def keep_random_state(settings: Settings, folder: Path) -> dict[str, list[Tensor]]:
     """Put what round 1 left on the client where it looks for it."""
     generator = torch.Generator().manual_seed(6)
-    named = {name: torch.rand(a.shape, generator=generator) for name, a in first_arrays().items()}
-    kept = dict.fromkeys(CLIENT_METHODS[settings.method].keeps, named)
+    kept = {
+        what: {name: torch.rand(a.shape, generator=generator) for name, a in first_arrays().items()}
+        for what in CLIENT_METHODS[settings.method].keeps
+    }
     ClientState(folder, 2).save(1, kept, {0})
     return {what: list(tensors.values()) for what, tensors in kept.items()}
 
@@ -273,6 +275,32 @@ def tracked(x: list[nn.Parameter], optimizer: Optimizer, y: list[Tensor], y_i: l
     return hooked(optimizer, before=add)
 
 
+class Aligned(Optimizer):
+    """pflalign's step as its formula stands, from x^r + Delta."""
+
+    def __init__(self, x: list[nn.Parameter], steps: int, k: dict[str, list[Tensor]]) -> None:
+        super().__init__(x, {})
+        self.x, self.steps, self.delta = x, steps, k["delta"]
+        self.m = [torch.zeros_like(p) for p in x]
+        self.v, self.shrinkage = ([t.clone() for t in k[what]] for what in ("second_moment", "shrinkage"))
+        with torch.no_grad():
+            for p, delta in zip(x, self.delta, strict=True):
+                p += delta
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        b = BETAS[0]
+        for i, (x, delta) in enumerate(zip(self.x, self.delta, strict=True)):
+            g = x.grad + DECAY * x
+            self.m[i] = m = b * self.m[i] + (1 - b) * g
+            self.v[i] = v = b * self.v[i] + (1 - b) * g**2
+            self.shrinkage[i] *= 1 - (1 - b) * g**2 / (v + EPS)
+            self.shrinkage[i] += (1 - b) * m**2 / (v + EPS)
+            certainty = torch.erf(m.abs() / (2 * (v - m**2).clamp(min=0) + EPS).sqrt())
+            gamma = 0.5 - 0.5 * certainty * torch.sign(-m * delta)
+            x -= LR * self.shrinkage[i] * g + gamma * delta / self.steps
+
+
 def spread(means: list[Tensor], x: list[nn.Parameter]) -> list[Tensor]:
     """Each block's mean at each of its entries."""
     return [m.repeat_interleave(p.numel() // m.numel()).view_as(p) for m, p in zip(means, x, strict=True)]
@@ -302,6 +330,7 @@ REFERENCE: dict[str, Callable[..., Optimizer]] = {
     "local_adamw": lambda x, g, k: adamw(x),
     "fedlada": lambda x, g, k: AmendedAMSGrad(x, LR, BETAS, EPS, DECAY, 0.3, g["correction"], g["second_moment"]),
     "fadamgc": lambda x, g, k: tracked(x, adamw(x), g["control"], k["control"]),
+    "pflalign": lambda x, g, k: Aligned(x, 5, k),
     "fedadamw": lambda x, g, k: act(x, g, tau=1),
     "fedact_local": lambda x, g, k: act(x, g, score="local", scope="tensor", **PHI),
     "fedact": lambda x, g, k: act(x, g, scope="tensor", **PHI),
@@ -599,6 +628,7 @@ def fit_with(settings: Settings, folder: Path, **records: Any) -> Any:
         ({"method": "scaffold"}, {"method": "fedavg"}),
         ({"method": "scaffold", "local_optimizer": "adamw"}, {"method": "local_adamw"}),
         ({"method": "fadamgc"}, {"method": "local_adamw"}),
+        ({"method": "pflalign", "shrinkage": "off"}, {"method": "fedavg", "momentum": 0.0}),
         ({"method": "fedadam", "local_optimizer": "adamw"}, {"method": "local_adamw"}),
         ({"method": "fedavg", "local_optimizer": "adam"}, {"method": "local_adam"}),
         ({"method": "fedavg", "local_optimizer": "adamw"}, {"method": "local_adamw"}),
@@ -608,7 +638,7 @@ def fit_with(settings: Settings, folder: Path, **records: Any) -> Any:
 )
 def test_reductions_to_the_bit(ours: dict, theirs: dict, settings_of: MakeSettings, tmp_path: Path) -> None:
     unusual = {key: UNUSUAL[key] for key in ("beta1", "beta2", "eps", "weight_decay", "momentum")}
-    a, b = (fit_with(settings_of("fedavg", **unusual, **own), tmp_path) for own in (ours, theirs))
+    a, b = (fit_with(settings_of("fedavg", **(unusual | own)), tmp_path) for own in (ours, theirs))
     same(a, b)
 
 
@@ -755,6 +785,10 @@ def test_every_method_reads_only_settings_that_it_names(settings_of: MakeSetting
         "rho": 0.1,
         "tau": 0.2,
         "scope": "tensor",
+        "align_eps": 0.1,
+        "shrinkage": "off",
+        "realign": "half",
+        "personal_delta": False,
     }
     for case, own in CASES.items():
         optimizer = own.get("local_optimizer", "auto")
@@ -764,7 +798,7 @@ def test_every_method_reads_only_settings_that_it_names(settings_of: MakeSetting
         same(fit_with(settings_of(case, **strangers), tmp_path), plain)
         for key in set(others) & set(names):
             changed = fit_with(settings_of(case, **{key: others[key]}), tmp_path)
-            if key not in ("rho", "scope"):  # which need Delta_G to matter, or many tensors
+            if key not in ("rho", "scope", "realign", "personal_delta"):  # which need a Delta, or many tensors
                 assert any(
                     changed[record][name].tobytes() != a.tobytes()
                     for record in plain

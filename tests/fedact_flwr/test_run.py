@@ -93,7 +93,7 @@ def test_the_model_is_compiled_once_for_all_clients(
     assert (plain / "model.safetensors").read_bytes() == (fast / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("method", ["fedact", "scaffold", "fadamgc"])
+@pytest.mark.parametrize("method", ["fedact", "scaffold", "fadamgc", "pflalign"])
 def test_same_settings_same_bits_on_any_number_of_nodes(method: str, make_settings: MakeSettings) -> None:
     """Three of four clients a round: what a client keeps must find its way back to it."""
     models = []

@@ -164,6 +164,16 @@ def test_weighting_by_examples_weights_x_v_and_delta_g_alike(two_clients: MakeSe
     assert metrics[wire.TRAIN_LOSS] == pytest.approx(0.75)
 
 
+@pytest.mark.parametrize(("weighting", "expected"), [("auto", [-2.5, 3.5, 4]), ("uniform", [-2, 3, 5])])
+def test_pflalign_averages_by_examples_unless_told_otherwise(
+    weighting: str, expected: list[float], two_clients: MakeSettings
+) -> None:
+    strategy = STRATEGIES["pflalign"](two_clients(method="pflalign", weighting=weighting))
+    grid, _ = grid_of(lambda p: reply_of(p, ()))
+    arrays, _ = one_round(strategy, grid)
+    assert wire.from_record(arrays)["w"].tolist() == expected
+
+
 def test_unequal_steps(two_clients: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each delta is divided by its own K; t follows the mean EMA weight (1 - .5^1 + 1 - .5^2) / 2 = 1 - .375."""
     monkeypatch.setattr(f"{__name__}.STEPS", [1, 2])
