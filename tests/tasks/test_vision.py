@@ -125,7 +125,9 @@ def test_every_model_takes_every_tasks_images(task: str, model: str) -> None:
 
 
 def test_models_that_a_task_does_not_have_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"model = 'vit_tiny': allowed with task = 'digits' is one of vit, small_cnn$"):
+    with pytest.raises(
+        SettingsError, match=r"model = 'vit_tiny': allowed with task = 'digits' is one of vit, small_cnn$"
+    ):
         settings_of("digits", model="vit_tiny")
     with pytest.raises(SettingsError, match=r"swin_width = 50: allowed is a .* above 0 and a multiple of 16$"):
         settings_of("cifar10", swin_width=50)
