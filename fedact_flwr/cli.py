@@ -144,6 +144,7 @@ def write_report(
     records: Annotated[list[Path], typer.Argument(metavar="RUN ...", help="Records, sweeps, or folders of records.")],
     output: Annotated[Path, typer.Option(metavar="DIR", help="Folder for NAME.html and NAME.md.")] = Path("report"),
     name: Annotated[str, typer.Option(help="Of these two files.")] = "report",
+    title: Annotated[str | None, typer.Option(help="Of the page; else that of the sweep.")] = None,
     against: Annotated[
         Published | None, typer.Option(help="Beside the paper's numbers, where the condition is the same.")
     ] = None,
@@ -159,7 +160,7 @@ def write_report(
     """Write what runs came to: tables, curves, costs, as one page (HTML) and as Markdown."""
     from fedact_flwr.experiments.report import report
 
-    report(records, output, name, against is Published.paper, baseline, target, ignore or [])
+    report(records, output, name, title, against is Published.paper, baseline, target, ignore or [])
 
 
 @app.command("list")
