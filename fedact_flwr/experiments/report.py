@@ -48,8 +48,8 @@ Cell = tuple[Row, Column]
 
 
 def report(
-    paths: Sequence[Path], output: Path, name: str, against_the_paper: bool, baseline: str | None, target: float | None,
-    ignored: Sequence[str],
+    paths: Sequence[Path], output: Path, name: str, title: str | None, against_the_paper: bool, baseline: str | None,
+    target: float | None, ignored: Sequence[str],
 ) -> None:  # fmt: skip
     """Write the report; the arguments are those of the command."""
     console = Console(highlight=False, soft_wrap=True)
@@ -73,7 +73,7 @@ def report(
             raise SettingsError(f"--baseline {baseline}: allowed is one of {', '.join(methods)}")
         if baseline is None and (target is not None or len(methods) > 1):
             baseline = next((m for m in BASELINES if m in methods), next(iter(methods)))
-        title, about = _title(sweeps, comparison)
+        own_title, about = _title(sweeps, comparison)
         blocks = [
             *map(Paragraph, about),
             *_overview(comparison, unreadable),
@@ -87,7 +87,7 @@ def report(
             *_splits(comparison),
             *_runs(comparison),
         ]
-        files = write_document(output, name, title, blocks)
+        files = write_document(output, name, title or own_title, blocks)
     except SettingsError as error:
         fail(str(error), BAD_SETTINGS)
     except OSError as error:
