@@ -397,6 +397,10 @@ def test_the_papers_numbers_stand_beside_runs_of_the_same_condition_alone(write_
     assert len(rows) == 4 + 1 + 1 + 1
     assert [row[3:] for row in rows if row[0] == "table_10"] == [["accuracy %", "40.00, 1 seed", "52.41", "-12.41"]]
     assert "Not compared, since local_steps = 10, not 50: local_adamw" in text
+    paper_run(tmp_path / "g", "vit_tiny-cifar100-dir0.1", seed=8, lr=1e-2, data="/some/where")
+    several = ("--against", "paper", "--ignore", "lr", "--ignore", "rounds")
+    assert report(tmp_path / "a", tmp_path / "g", "--output", tmp_path / "both", *several)[0] == 0
+    assert "Not compared, since its runs differ in what counts: all" in (tmp_path / "both" / "report.md").read_text()
     assert report(tmp_path, "--output", tmp_path / "plain")[0] == 0
     assert "Beside the paper" not in (tmp_path / "plain" / "report.md").read_text()
 
