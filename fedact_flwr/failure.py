@@ -7,6 +7,7 @@ from rich.console import Console
 
 BAD_SETTINGS, RUN_FAILED, RUN_INTERRUPTED = 2, 1, 130
 COMPLETED, FAILED, INTERRUPTED = "completed", "failed", "interrupted"  # the status in a record's summary
+RUNNING = "running"  # while there is none
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -29,7 +29,7 @@ from flwr.common import log
 from numpy.typing import NDArray
 from torch import nn
 
-from fedact_flwr.failure import COMPLETED, FAILED, INTERRUPTED
+from fedact_flwr.failure import COMPLETED, FAILED, INTERRUPTED, RUNNING
 from fedact_flwr.files import write_whole
 from fedact_flwr.settings import AUTO, SETTINGS_FILE, Settings, SettingsError, dump
 from fedact_flwr.sinks import Sinks
@@ -93,6 +93,7 @@ class RunRecord:
         self._open.enter_context(locked(self.folder))
         self.task = task
         self.rounds: list[dict[str, Any]] = [dict(line) for line in rounds]
+        self.status = RUNNING
         self._started = time.monotonic() - (self.rounds[-1]["seconds"] if self.rounds else 0.0)
         config = dump(settings) | {"resume": ""}
         write_whole(self.folder / SETTINGS_FILE, tomli_w.dumps(config))
@@ -131,22 +132,30 @@ class RunRecord:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            status, cause = COMPLETED, None
-        elif isinstance(error, KeyboardInterrupt | SystemExit):  # Flower ends a run that it stops by SystemExit
-            status, cause = INTERRUPTED, "interrupted"
-        else:
-            status, cause = FAILED, f"{type(error).__name__}: {error}"
         try:
-            write_summary(self.folder, status, cause, results(self.rounds, self.task))
-        except OSError as full:
             if error is None:
-                status = FAILED
+                self._end(COMPLETED, None)
+            elif isinstance(error, KeyboardInterrupt | SystemExit):  # Flower ends a run that it stops by SystemExit
+                self.interrupt()
+            else:
+                self._end(FAILED, f"{type(error).__name__}: {error}")
+        except OSError as full:
+            self.status = FAILED
+            if error is None:
                 raise
             log(ERROR, "%s can't be written: %s", SUMMARY_FILE, full)
         finally:  # last, since it may take a while, and not every run that is stopped is given one
-            self._sinks.close(status)
+            self._sinks.close(self.status)
             self._open.close()
+
+    def interrupt(self) -> None:
+        """Write that the run was interrupted, unless it has ended. Also a signal's handler, at any moment."""
+        if self.status == RUNNING:
+            self._end(INTERRUPTED, "interrupted")
+
+    def _end(self, status: str, cause: str | None) -> None:
+        write_summary(self.folder, status, cause, results(self.rounds, self.task))
+        self.status = status
 
 
 def write_rounds(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:

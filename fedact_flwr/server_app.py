@@ -82,7 +82,9 @@ def run(settings: Settings, grid: Grid) -> None:
             state_folder=f"{record.folder.name}/clients-{secrets.token_hex(4)}",
         )
         checkpoints = Checkpoints(record.folder, settings, task)
-        # Flower ends a run that is stopped by handlers of its own
+        # Flower ends a run that is stopped by handlers of its own, and may kill the process before they return here: it
+        # joins its threads, and one that was told that the run is stopped sleeps for longer than the process has
+        add_exit_handler(record.interrupt, run_before_force_exit=True)
         add_exit_handler(checkpoints.close, run_before_force_exit=True)
         if resumed:
             log(INFO, "resumed after round %s of %s", resumed.round, settings.rounds)

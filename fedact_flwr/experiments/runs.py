@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from fedact_flwr.failure import COMPLETED
+from fedact_flwr.failure import COMPLETED, RUNNING
 from fedact_flwr.record import LOCK_FILE, LOG_FILE, ROUNDS_FILE, SUMMARY_FILE
 from fedact_flwr.settings import AUTO, SETTINGS_FILE, SettingsError, dump, parse, read_defaults, read_file
 from strategies import STRATEGIES
@@ -17,7 +17,7 @@ from tasks import TASKS
 from tasks.task import Task
 
 SWEEP_FILE, TUNING_FOLDER, RUNS_FOLDER = "sweep.toml", "tuning", "runs"  # of a sweep's folder
-RUNNING, UNFINISHED = "running", "unfinished"  # beside those of a summary; the second ended without a word
+UNFINISHED = "unfinished"  # ended without a word
 TEXTS = ("failed", "reports")  # keys of a round's line that hold lists of text
 RECORD_FILES = (SETTINGS_FILE, ROUNDS_FILE, SUMMARY_FILE, LOG_FILE)
 

@@ -23,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationErro
 from clients.methods import CLIENT_METHODS
 from fedact_flwr.budget import with_budget
 from fedact_flwr.checkpoint import FOLDER as CHECKPOINTS
-from fedact_flwr.experiments.runs import MACHINE, RUNNING, RUNS_FOLDER, TUNING_FOLDER, Run, Unreadable, read_run, show
-from fedact_flwr.failure import COMPLETED, FAILED
+from fedact_flwr.experiments.runs import MACHINE, RUNS_FOLDER, TUNING_FOLDER, Run, Unreadable, read_run, show
+from fedact_flwr.failure import COMPLETED, FAILED, RUNNING
 from fedact_flwr.record import SUMMARY_FILE
 from fedact_flwr.run import Engine, for_this_machine
 from fedact_flwr.settings import (

@@ -3,13 +3,14 @@
 import json
 import logging
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from flwr.app import Message
 from safetensors.numpy import load_file
 from torch import nn
 
@@ -227,6 +228,39 @@ def test_interruption_is_in_the_record(make_settings: MakeSettings) -> None:
     with pytest.raises(KeyboardInterrupt), RunRecord(settings, TASKS["digits"]) as record:
         raise KeyboardInterrupt
     assert json.loads((record.folder / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_a_run_that_flower_kills_while_it_stops_it_is_interrupted_in_its_record(
+    make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower calls the handlers, then joins a thread that outlives the time the process has: nothing else is called."""
+    handlers: list[Callable[[], None]] = []
+    monkeypatch.setattr(server_app, "add_exit_handler", lambda handler, run_before_force_exit: handlers.append(handler))
+    settings = make_settings(**SMALL)
+    folder = Path(settings.output) / settings.name
+    found = []
+
+    class Stopped(InProcessGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            if (folder / "rounds.jsonl").read_text().count("\n") == 2:  # rounds 0 and 1
+                for handler in reversed(handlers):
+                    handler()
+                found.append(json.loads((folder / "summary.json").read_text()))
+                found.append([path.name for path in (folder / "checkpoints").iterdir()])
+                raise SystemExit
+            return super().push_messages(messages)
+
+    with pytest.raises(SystemExit):
+        server_app.run(settings, Stopped(client_app, settings.clients, dump(settings)))
+    summary, checkpoints = found
+    assert (summary["status"], summary["cause"], summary["rounds"]) == ("interrupted", "interrupted", 1)
+    assert checkpoints == ["round-1"]
+    assert json.loads((folder / "summary.json").read_text()) == summary
+
+    run(settings.model_copy(update={"name": "other"}))
+    for handler in handlers:  # of a run that has ended well, at the end of its process
+        handler()
+    assert json.loads((folder.parent / "other" / "summary.json").read_text())["status"] == "completed"
 
 
 def test_a_record_is_never_overwritten(make_settings: MakeSettings) -> None:
