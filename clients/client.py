@@ -14,12 +14,14 @@ from flwr.client import NumPyClient
 from flwr.common import log
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from clients.device import memory_errors_explained, prepare_device, seed_draws
 from clients.diagnostics import positive_score_ratio, top_score_mass
 from clients.local_round import LocalRound
 from clients.methods import CLIENT_METHODS, keeps
 from clients.optimizers import ActAdamW
+from clients.personal import BUFFERS
 from clients.settings import LocalSettings
 from clients.state import ClientState
 from clients.training import WHAT_HELPS, NonFinite, batches, num_examples, train
@@ -85,55 +87,16 @@ class FedClient(NumPyClient):
     def _fit(self, parameters: Named, config: Mapping[str, Any]) -> tuple[Named, int, dict[str, float]]:
         started = time.perf_counter()
         settings, method = self.settings, CLIENT_METHODS[self.settings.method]
-        # for what draws while training, e.g. crops and dropout: not the numbers that order the data
-        seed_draws(self.device, derive_seed(config[wire.SEED], "draws"))
-        model = parameters[wire.MODEL]
-        load_state(self.model, model)
-        trainable = dict(trainable_parameters(self.model))
-        buffers = model.keys() - trainable.keys()
-        n = num_examples(self.examples)
-        steps = settings.local_steps
-        if settings.local_epochs:
-            steps = settings.local_epochs * -(-n // settings.batch_size)
-        message = {
-            record: decode(record, v, settings.format(record), buffers, model) for record, v in parameters.items()
-        }
-        derives = settings.derives_correction and wire.CORRECTION not in message
-        needs = (*method.keeps, wire.MODEL) if derives else method.keeps
-        state = ClientState(Path(config[wire.STATE_FOLDER]), config[wire.PARTITION])
-        kept = state.load(config[wire.FOLDED], dict.fromkeys(needs, trainable))
-        if derives:
-            size = np.float32(config[wire.STEP_SIZE])
-            message[wire.CORRECTION] = {
-                name: np.asarray((before.numpy(force=True) - model[name]) / size)
-                for name, before in zip(trainable, kept.pop(wire.MODEL), strict=True)
-            }
-        local = LocalRound(
-            trainable=trainable,
-            message=message,
-            lr=config[wire.LR],
-            steps=steps,
-            steps_done=config[wire.STEPS_DONE],
-            settings=settings,
-            kept=kept,
-        )
+        epochs = settings.local_epochs
+        steps = epochs * self._steps_per_epoch() if epochs else settings.local_steps
+        local = self._begin(parameters, config, steps, config[wire.FOLDED])
+        trainable, buffers = local.trainable, parameters[wire.MODEL].keys() - local.trainable.keys()
         optimizer = method.make_optimizer(local)
         if settings.diagnostics and isinstance(optimizer, ActAdamW):
             optimizer.keep_scores_at = steps
+        loss = self._train(optimizer, steps, config[wire.SEED])
 
-        generator = torch.Generator().manual_seed(config[wire.SEED])
-        loss = train(
-            self.trained,
-            self.task.loss,
-            batches(self.examples, settings.batch_size, generator),
-            optimizer,
-            steps,
-            settings.precision,
-            settings.clip_norm,
-            settings.micro_batch_size,
-            self.task.terms,
-        )
-
+        n = num_examples(self.examples)
         metrics = {
             wire.PARTITION: config[wire.PARTITION],
             wire.NUM_EXAMPLES: n,
@@ -163,12 +126,78 @@ class FedClient(NumPyClient):
             if settings.derives_correction:
                 # copies: equal arrays of a message are the same memory, which safetensors refuses
                 new_state[wire.MODEL] = [x.clone() for x in local.received(wire.MODEL)]
-            to_keep = {what: dict(zip(trainable, tensors, strict=True)) for what, tensors in new_state.items()}
-            state.save(config[wire.ROUND], to_keep, config[wire.PINNED])
+            names = {wire.MODEL: list(trainable), BUFFERS: list(local.buffers)}
+            to_keep = {
+                what: dict(zip(names.get(what, list(local.own)), tensors, strict=True))
+                for what, tensors in new_state.items()
+            }
+            self._state(config).save(config[wire.ROUND], to_keep, config[wire.PINNED])
         seed = config[wire.SEED]
         encoded = {record: encode(record, v, settings.format(record), buffers, seed) for record, v in returned.items()}
         metrics["client_seconds"] = time.perf_counter() - started
         return encoded, n, metrics
+
+    def _begin(self, parameters: Named, config: Mapping[str, Any], steps: int, folded: int) -> LocalRound:
+        """A round of ``steps``: the model as received, and what the client kept in round ``folded``."""
+        settings, method = self.settings, CLIENT_METHODS[self.settings.method]
+        # for what draws while training, e.g. crops and dropout: not the numbers that order the data
+        seed_draws(self.device, derive_seed(config[wire.SEED], "draws"))
+        model = parameters[wire.MODEL]
+        load_state(self.model, model)
+        trainable = dict(trainable_parameters(self.model))
+        message = {
+            record: decode(record, v, settings.format(record), model.keys() - trainable.keys(), model)
+            for record, v in parameters.items()
+        }
+        own = {name: trainable[name] for name in method.layers(settings, trainable)}
+        buffers = {
+            name: t
+            for name, t in exchanged_state(self.model).items()
+            if name not in trainable and t.is_floating_point()
+        }
+        like = {what: buffers if what == BUFFERS else own for what in method.keeps}
+        derives = settings.derives_correction and wire.CORRECTION not in message
+        kept = self._state(config).load(folded, {**like, wire.MODEL: trainable} if derives else like)
+        if derives:
+            size = np.float32(config[wire.STEP_SIZE])
+            message[wire.CORRECTION] = {
+                name: np.asarray((before.numpy(force=True) - model[name]) / size)
+                for name, before in zip(trainable, kept.pop(wire.MODEL), strict=True)
+            }
+        return LocalRound(
+            trainable=trainable,
+            message=message,
+            lr=config[wire.LR],
+            steps=steps,
+            steps_done=config[wire.STEPS_DONE],
+            settings=settings,
+            kept=kept,
+            folded=folded,
+            own=own,
+            buffers=buffers,
+            train=lambda optimizer: self._train(optimizer, steps, derive_seed(config[wire.SEED], "again")),
+        )
+
+    def _train(self, optimizer: Optimizer, steps: int, seed: int) -> float:
+        """The mean loss over ``steps``; the order of the examples follows from ``seed``."""
+        settings = self.settings
+        return train(
+            self.trained,
+            self.task.loss,
+            batches(self.examples, settings.batch_size, torch.Generator().manual_seed(seed)),
+            optimizer,
+            steps,
+            settings.precision,
+            settings.clip_norm,
+            settings.micro_batch_size,
+            self.task.terms,
+        )
+
+    def _steps_per_epoch(self) -> int:
+        return -(-num_examples(self.examples) // self.settings.batch_size)
+
+    def _state(self, config: Mapping[str, Any]) -> ClientState:
+        return ClientState(Path(config[wire.STATE_FOLDER]), config[wire.PARTITION])
 
     def evaluate(  # type: ignore[override]
         self, parameters: Named, config: Mapping[str, Any]
@@ -180,6 +209,33 @@ class FedClient(NumPyClient):
         n = num_examples(self.held_out)
         bookkeeping = {wire.PARTITION: config[wire.PARTITION], wire.NUM_EXAMPLES: n}
         return metrics["loss"], n, metrics | bookkeeping
+
+    def evaluate_personally(self, parameters: Named, config: Mapping[str, Any]) -> dict[str, float]:
+        """Evaluate three models on the held-out examples; ``parameters`` and ``config`` are as for `fit`.
+
+        * global: the received one
+        * personal: the client's own, where the method has such
+        * tuned: the received one after an epoch on the client's examples, at config's learning rate, with the method's
+          local optimizer as a client has it that takes part for the first time
+
+        Nothing is kept. Returns the task's metrics, each with the model's kind before its name. Raises as `fit` does.
+        """
+        with memory_errors_explained(self.settings):
+            return self._evaluate_personally(parameters, config)
+
+    def _evaluate_personally(self, parameters: Named, config: Mapping[str, Any]) -> dict[str, float]:
+        method, found = CLIENT_METHODS[self.settings.method], {}
+        load_state(self.model, parameters[wire.MODEL])
+        found[wire.GLOBAL] = self.task.evaluate(self.model, self.held_out)
+        if method.take_up:
+            method.take_up(self._begin(parameters, config, 1, config[wire.FOLDED]))
+            found[wire.PERSONAL] = self.task.evaluate(self.model, self.held_out)
+        steps = self._steps_per_epoch()
+        self._train(method.make_optimizer(self._begin(parameters, config, steps, 0)), steps, config[wire.SEED])
+        found[wire.TUNED] = self.task.evaluate(self.model, self.held_out)
+        metrics = {f"{kind}_{key}": value for kind, each in found.items() for key, value in each.items()}
+        bookkeeping = {wire.PARTITION: config[wire.PARTITION], wire.NUM_EXAMPLES: num_examples(self.held_out)}
+        return metrics | bookkeeping
 
 
 @cache

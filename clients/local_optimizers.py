@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from clients.cautious import CautiousAdamW
 from clients.local_round import LocalRound
 from clients.optimizers import ActAdamW
+from strategies import wire
 from tasks.task import Family
 
 ADAM_SETTINGS = ("beta1", "beta2", "eps")
@@ -80,3 +81,22 @@ LOCAL_OPTIMIZERS: dict[str, LocalOptimizer] = {
     "mgup_adamw": LocalOptimizer(mgup_adamw, "adamw", (*ADAM_SETTINGS, "tau", "alpha", "gamma")),
     "cautious_adamw": LocalOptimizer(cautious_adamw, "adamw", ADAM_SETTINGS),
 }
+
+
+def chosen_optimizer(local: LocalRound) -> Optimizer:
+    """The optimizer that the setting ``local_optimizer`` names."""
+    return LOCAL_OPTIMIZERS[local.settings.local_optimizer].make(local)
+
+
+def proximal_optimizer(local: LocalRound) -> Optimizer:
+    """The same; the gradient of mu/2 |x - x^r|^2, mu (x - x^r), joins the loss's, after any clipping of that."""
+    optimizer = chosen_optimizer(local)
+    start = local.received(wire.MODEL)
+
+    def add_proximal_gradient(*_: object) -> None:
+        for p, x in zip(local.parameters, start, strict=True):
+            if p.grad is not None:
+                p.grad.add_(p.detach() - x, alpha=local.settings.mu)
+
+    optimizer.register_step_pre_hook(add_proximal_gradient)
+    return optimizer

@@ -1,10 +1,11 @@
 """One client's round, as its method sees it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from clients.settings import LocalSettings
 from strategies.wire import Vectors
@@ -29,6 +30,14 @@ class LocalRound:
     settings : LocalSettings
     kept : mapping of str to list of Tensor
         What the method keeps on this client between rounds, as the last round left it; 0 at first.
+    folded : int
+        The round that left it; 0 where there was none.
+    own : mapping of str to Tensor
+        Those of ``trainable`` that ``kept`` has tensors for.
+    buffers : mapping of str to Tensor
+        The model's floating buffers by name, which training changes.
+    train : callable
+        Does the round's K steps with an optimizer, on the client's examples in another order, from where the model is.
     """
 
     trainable: Mapping[str, Tensor]
@@ -38,15 +47,23 @@ class LocalRound:
     steps_done: float
     settings: LocalSettings
     kept: Mapping[str, list[Tensor]] = field(default_factory=dict)
+    folded: int = 0
+    own: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    train: Callable[[Optimizer], float] = lambda optimizer: 0.0
 
     @property
     def parameters(self) -> list[Tensor]:
         return list(self.trainable.values())
 
-    def received(self, record: str) -> list[Tensor]:
-        """A record of the message, `strategies.wire.MODEL` for x^r. Read-only: it may be the message's own memory."""
+    def received(self, record: str, of: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+        """A record of the message, `strategies.wire.MODEL` for x^r; all parameters, or the tensors that ``of`` names.
+
+        Read-only: it may be the message's own memory.
+        """
         vectors = self.message[record]
-        return [torch.from_numpy(vectors[name]).to(p.device) for name, p in self.trainable.items()]
+        named = self.trainable if of is None else of
+        return [torch.from_numpy(vectors[name]).to(t.device) for name, t in named.items()]
 
 
 @dataclass(frozen=True)

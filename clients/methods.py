@@ -1,7 +1,7 @@
 """The client half of every method: its local optimizer, and what it returns beside the model's delta."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +11,32 @@ from torch.optim import Optimizer
 from clients.blocks import block_means, from_block_means
 from clients.fadamgc import TrackingAdamW
 from clients.fedlada import AmendedAMSGrad
-from clients.local_optimizers import ADAM_SETTINGS, LOCAL_OPTIMIZERS, act_adamw, adam, adamw
+from clients.local_optimizers import (
+    ADAM_SETTINGS,
+    LOCAL_OPTIMIZERS,
+    act_adamw,
+    adam,
+    adamw,
+    chosen_optimizer,
+    proximal_optimizer,
+)
 from clients.local_round import Finished, LocalRound
 from clients.optimizers import ActAdamW, stability_note
-from clients.pflalign import SHRINKAGE, AlignedSGD
+from clients.personal import (
+    BUFFERS,
+    PERSONAL,
+    finish_ditto,
+    finish_pflalign,
+    keep_own_layers,
+    next_delta,
+    own_layers,
+    personal_layers,
+    pflalign,
+    realigned,
+    take_up,
+    take_up_ditto,
+)
+from clients.pflalign import SHRINKAGE
 from clients.settings import LocalSettings
 from strategies import wire
 from tasks.task import Family
@@ -38,7 +60,12 @@ class ClientMethod:
         For methods that run on any of `LOCAL_OPTIMIZERS`: the one that ``local_optimizer = "auto"`` stands for.
         Its family and settings are then those of the one chosen.
     keeps : tuple of str
-        What it keeps on the client between rounds, each shaped like the parameters and 0 at first.
+        What it keeps on the client between rounds, each shaped like the parameters (`clients.personal.BUFFERS`: like
+        the floating buffers) and 0 at first.
+    layers : callable
+        Of which of the parameters, given their names; by default of all.
+    take_up : callable, optional
+        For methods whose clients have models of their own: makes that of the global one, in place.
     finish : callable
         After the round, from it and its optimizer: what goes to the server beside the delta, and what is kept.
     note : callable
@@ -51,6 +78,8 @@ class ClientMethod:
     settings: tuple[str, ...] = ()
     local_optimizer: str | None = None
     keeps: tuple[str, ...] = ()
+    layers: Callable[[LocalSettings, Collection[str]], list[str]] = lambda settings, names: list(names)
+    take_up: Callable[[LocalRound], None] | None = None
     finish: Callable[[LocalRound, Optimizer], Finished] = lambda local, optimizer: Finished()
     note: Callable[[LocalSettings], str | None] = lambda settings: None
 
@@ -66,25 +95,6 @@ class ClientMethod:
 
     def _optimizer_name(self, local_optimizer: str) -> str | None:
         return local_optimizer if self.local_optimizer and local_optimizer != "auto" else self.local_optimizer
-
-
-def chosen_optimizer(local: LocalRound) -> Optimizer:
-    """The optimizer that the setting ``local_optimizer`` names."""
-    return LOCAL_OPTIMIZERS[local.settings.local_optimizer].make(local)
-
-
-def fedprox(local: LocalRound) -> Optimizer:
-    """The gradient of mu/2 |x - x^r|^2, mu (x - x^r), joins the loss's, after any clipping of that."""
-    optimizer = chosen_optimizer(local)
-    start = local.received(wire.MODEL)
-
-    def add_proximal_gradient(*_: object) -> None:
-        for p, x in zip(local.parameters, start, strict=True):
-            if p.grad is not None:
-                p.grad.add_(p.detach() - x, alpha=local.settings.mu)
-
-    optimizer.register_step_pre_hook(add_proximal_gradient)
-    return optimizer
 
 
 def scaffold(local: LocalRound) -> Optimizer:
@@ -145,39 +155,19 @@ def fedlada(local: LocalRound) -> AmendedAMSGrad:
     )
 
 
-def pflalign(local: LocalRound) -> AlignedSGD:
-    """x starts at x^r + Delta. The client's delta is still taken from x^r, so it is the next Delta."""
-    s = local.settings
-    with torch.no_grad():
-        torch._foreach_add_(local.parameters, local.kept[wire.DELTA])
-    return AlignedSGD(
-        local.parameters,
-        local.lr,
-        s.beta1,
-        s.align_eps,
-        s.weight_decay,
-        local.steps,
-        delta=local.kept[wire.DELTA],
-        second_moment=local.kept[wire.SECOND_MOMENT],
-        shrinkage=local.kept[SHRINKAGE],
-        shrink=s.shrinkage == "on",
-        realign=s.realign,
-    )
-
-
-def finish_pflalign(local: LocalRound, optimizer: Optimizer) -> Finished:
-    """Delta <- x_K - x^r, or 0 as it was; v and P go on."""
-    assert isinstance(optimizer, AlignedSGD)
-    delta: Sequence[Tensor] = local.kept[wire.DELTA]
-    if local.settings.personal_delta:
-        delta = torch._foreach_sub([p.detach() for p in local.parameters], local.received(wire.MODEL))
-    moments = {wire.SECOND_MOMENT: optimizer.second_moments(), SHRINKAGE: optimizer.shrinkages()}
-    return Finished(kept={wire.DELTA: delta, **moments})
-
-
 def fedact(local: LocalRound) -> ActAdamW:
     s = local.settings
     return _from_shared_state(local, tau=s.tau, alpha=s.alpha, gamma=s.gamma)
+
+
+def fedact_align(local: LocalRound) -> ActAdamW:
+    """From x^r + Delta_i."""
+    take_up(local)
+    return realigned(local, fedact(local))
+
+
+def finish_fedact_align(local: LocalRound, optimizer: Optimizer) -> Finished:
+    return replace(return_second_moments(local, optimizer), kept={wire.DELTA: next_delta(local)})
 
 
 def fedact_local(local: LocalRound) -> ActAdamW:
@@ -229,7 +219,10 @@ ACT_SETTINGS = (*ADAM_SETTINGS, "rho", "tau", "alpha", "gamma", "scope")
 CLIENT_METHODS: dict[str, ClientMethod] = {
     "fedavg": ClientMethod("SGD or local_optimizer", chosen_optimizer, local_optimizer="sgd"),
     "fedprox": ClientMethod(
-        "SGD or local_optimizer, + mu/2 |x - x^r|^2 in the loss", fedprox, settings=("mu",), local_optimizer="sgd"
+        "SGD or local_optimizer, + mu/2 |x - x^r|^2 in the loss",
+        proximal_optimizer,
+        settings=("mu",),
+        local_optimizer="sgd",
     ),
     "scaffold": ClientMethod(
         "SGD or local_optimizer, then x -= eta (c - c_i)",
@@ -253,7 +246,35 @@ CLIENT_METHODS: dict[str, ClientMethod] = {
         "sgd",
         ("beta1", "align_eps", "shrinkage", "realign", "personal_delta"),
         keeps=(wire.DELTA, wire.SECOND_MOMENT, SHRINKAGE),
+        take_up=take_up,
         finish=finish_pflalign,
+    ),
+    "local_only": ClientMethod(
+        "SGD or local_optimizer, from the client's own model",
+        own_layers,
+        local_optimizer="sgd",
+        keeps=(wire.DELTA, BUFFERS),
+        take_up=take_up,
+        finish=keep_own_layers,
+    ),
+    "fedper": ClientMethod(
+        "SGD or local_optimizer, from the client's own personal_layers",
+        own_layers,
+        settings=("personal_layers",),
+        local_optimizer="sgd",
+        keeps=(wire.DELTA,),
+        layers=personal_layers,
+        take_up=take_up,
+        finish=keep_own_layers,
+    ),
+    "ditto": ClientMethod(
+        "SGD or local_optimizer, then as many steps of v_i, + mu/2 |v_i - x^r|^2 in the loss",
+        chosen_optimizer,
+        settings=("mu",),
+        local_optimizer="sgd",
+        keeps=(PERSONAL, BUFFERS),
+        take_up=take_up_ditto,
+        finish=finish_ditto,
     ),
     "fedadamw": ClientMethod(
         "ACT-AdamW with phi = 1", fedadamw, "adamw", (*ADAM_SETTINGS, "rho"), finish=return_second_moments
@@ -268,5 +289,15 @@ CLIENT_METHODS: dict[str, ClientMethod] = {
     ),
     "fedact": ClientMethod(
         "ACT-AdamW", fedact, "adamw", ACT_SETTINGS, finish=return_second_moments, note=edge_of_stability
+    ),
+    "fedact_align": ClientMethod(
+        "ACT-AdamW from x^r + Delta_i, then x -= gamma Delta_i / K",
+        fedact_align,
+        "adamw",
+        (*ACT_SETTINGS, "align_eps", "realign", "personal_delta"),
+        keeps=(wire.DELTA,),
+        take_up=take_up,
+        finish=finish_fedact_align,
+        note=edge_of_stability,
     ),
 }

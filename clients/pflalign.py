@@ -34,7 +34,7 @@ class AlignedSGD(Optimizer):
     opposes Delta. Delta is the same in all steps of the round; where it is 0, so is the last term.
 
     Whoever makes the optimizer starts x at x^r + Delta, and takes x_K - x^r as the next Delta, as
-    `clients.methods.pflalign` does.
+    `clients.personal.pflalign` does.
 
     **The range of P** is 0 to C = (1 + sqrt(b))^2, which is 3.80 for b = .9, and not 0 to 1. With eps = 0, P is the
     running mean of m m over that of g g, which settles below 1 where the gradients are noise around a mean. But from
@@ -128,27 +128,34 @@ class AlignedSGD(Optimizer):
         if self._shrink:
             torch._foreach_mul_(g, shrinkage)
         torch._foreach_add_(x, g, alpha=-lr)
-        if self._realign in FIXED:
-            torch._foreach_add_(x, delta, alpha=-FIXED[self._realign] / self._steps)
-        else:
-            torch._foreach_addcmul_(x, self._opposition(m, v, delta, eps), delta, value=-1 / self._steps)
+        let_go(x, delta, m, v, eps, self._realign, self._steps)
 
-    def _opposition(
-        self, m: list[Tensor], v: list[Tensor], delta: list[Tensor], eps: float
-    ) -> list[Tensor] | tuple[Tensor, ...]:
-        """gamma. Two signs and not that of a product, which may be too small for a float."""
-        gamma = torch._foreach_sign(m)
-        torch._foreach_mul_(gamma, torch._foreach_sign(delta))
-        if self._realign == "probability":
-            spread = torch._foreach_addcmul(v, m, m, value=-1)
-            torch._foreach_clamp_min_(spread, 0)
-            torch._foreach_mul_(spread, 2)
-            torch._foreach_add_(spread, eps)
-            torch._foreach_sqrt_(spread)
-            certainty = torch._foreach_abs(m)
-            torch._foreach_div_(certainty, spread)
-            torch._foreach_erf_(certainty)
-            torch._foreach_mul_(gamma, certainty)
-        torch._foreach_mul_(gamma, 0.5)
-        torch._foreach_add_(gamma, 0.5)
-        return gamma
+
+def let_go(
+    x: list[Tensor],
+    delta: list[Tensor],
+    m: list[Tensor],
+    v: list[Tensor],
+    eps: float,
+    realign: Realign,
+    steps: int,
+) -> None:
+    """x = x - gamma Delta / T, in place; see `AlignedSGD`. Lists of tensors of one order and shapes."""
+    if realign in FIXED:
+        torch._foreach_add_(x, delta, alpha=-FIXED[realign] / steps)
+        return
+    gamma = list(torch._foreach_sign(m))  # two signs and not that of a product, which may be too small for a float
+    torch._foreach_mul_(gamma, list(torch._foreach_sign(delta)))
+    if realign == "probability":
+        spread = torch._foreach_addcmul(v, m, m, value=-1)
+        torch._foreach_clamp_min_(spread, 0)
+        torch._foreach_mul_(spread, 2)
+        torch._foreach_add_(spread, eps)
+        torch._foreach_sqrt_(spread)
+        certainty = torch._foreach_abs(m)
+        torch._foreach_div_(certainty, spread)
+        torch._foreach_erf_(certainty)
+        torch._foreach_mul_(gamma, certainty)
+    torch._foreach_mul_(gamma, 0.5)
+    torch._foreach_add_(gamma, 0.5)
+    torch._foreach_addcmul_(x, gamma, delta, value=-1 / steps)

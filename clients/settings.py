@@ -33,6 +33,9 @@ class LocalSettings(WireSettings):
     shrinkage: Literal["on", "off"]
     realign: Realign
     personal_delta: bool
+    personal_layers: Annotated[
+        str, Field(pattern=r"^[\w.]+(, *[\w.]+)*$", description='"auto" or names of layers with commas between')
+    ]
     clip_norm: NonNegativeFloat
     precision: Literal["float32", "bfloat16"]
     compile: bool

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from logging import INFO
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,9 +38,8 @@ app = ClientApp()
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    client, config = _client(message, context), dict(_config(message))
-    if keeps(client.settings):
-        config[wire.STATE_FOLDER] = str(_state_folder(context, str(config[wire.STATE_FOLDER])))
+    client = _client(message, context)
+    config = _local_config(client, message, context)
     returned, examples, metrics = client.fit(_named_arrays(message), config)
     log(
         INFO,
@@ -59,6 +58,13 @@ def train(message: Message, context: Context) -> Message:
 def evaluate(message: Message, context: Context) -> Message:
     client = _client(message, context)
     _, _, metrics = client.evaluate(_named_arrays(message), _config(message))
+    return Message(RecordDict({wire.METRICS: MetricRecord(dict(metrics))}), reply_to=message)
+
+
+@app.evaluate(wire.PERSONAL_EVALUATION.removeprefix("evaluate."))
+def evaluate_personally(message: Message, context: Context) -> Message:
+    client = _client(message, context)
+    metrics = client.evaluate_personally(_named_arrays(message), _local_config(client, message, context))
     return Message(RecordDict({wire.METRICS: MetricRecord(dict(metrics))}), reply_to=message)
 
 
@@ -130,7 +136,7 @@ class _Workplace:
             kept = min(n - 1, max(1, round(settings.holdout * n))) if settings.holdout else 0
             generator = torch.Generator().manual_seed(derive_seed(settings.seed, partition, "holdout"))
             order = torch.randperm(n, generator=generator)
-            if settings.client_evaluation and kept == 0:
+            if kept == 0 and (settings.client_evaluation or settings.personal_every):
                 raise ValueError(
                     f"holdout = {settings.holdout}: partition {partition} has one example, none to hold out"
                 )
@@ -157,6 +163,14 @@ def _settings(context: Context) -> Settings:
 def _client(message: Message, context: Context) -> FedClient:
     workplace = _workplace(_settings(context), str(context.node_config.get("cache", "")))
     return workplace.client(cast(int, _config(message)[wire.PARTITION]))
+
+
+def _local_config(client: FedClient, message: Message, context: Context) -> dict[str, Any]:
+    """The message's, with a local path for the folder where the client keeps its state, if it does."""
+    config = dict(_config(message))
+    if keeps(client.settings):
+        config[wire.STATE_FOLDER] = str(_state_folder(context, str(config[wire.STATE_FOLDER])))
+    return config
 
 
 def _state_folder(context: Context, name: str) -> Path:

@@ -17,9 +17,11 @@ from clients.client import exchanged_state, load_state, trainable_parameters
 from clients.device import UnavailableDevice, prepare_device
 from clients.diagnostics import DirectionConsistency
 from clients.methods import CLIENT_METHODS
+from clients.personal import personal_layers
 from fedact_flwr.budget import with_budget
 from fedact_flwr.checkpoint import MAY_CHANGE, Checkpoint, Checkpoints
 from fedact_flwr.orphan import end_with_flower
+from fedact_flwr.personal import spread_over_clients, write_clients
 from fedact_flwr.record import RunRecord, record_to_resume
 from fedact_flwr.settings import (
     AUTO,
@@ -101,6 +103,9 @@ def run(settings: Settings, grid: Grid) -> None:
                 if server_round > 0:
                     load_state(model, strategy.model)
                 metrics = task.evaluate(model, test)
+            if strategy.personal:
+                metrics = metrics | spread_over_clients(strategy.personal, task)
+                write_clients(record.folder, server_round, strategy.personal)
             record.write_round({"round": server_round} | strategy.round_metrics | metrics, strategy.failed)
             if checkpoints.after_round(Checkpoint(strategy.state_dict(), list(record.rounds), dump(settings))):
                 strategy.pinned = checkpoints.pinned()
@@ -178,6 +183,8 @@ def check(settings: Settings) -> None:
             f"metrics_to = {settings.metrics_to!r}: it needs packages that are not installed, {', '.join(missing)}; "
             f"see the optional dependencies in pyproject.toml"
         )
+    if settings.method == "fedper" and settings.personal_layers != AUTO:
+        _check_layers(settings)
     own_data = settings.split == "nodes"  # the nodes check theirs
     check_task(settings, train=not own_data, test=settings.evaluate_every > 0)
     try:
@@ -186,6 +193,17 @@ def check(settings: Settings) -> None:
             client_labels(settings)
     except (UnavailableDevice, ImpossibleSplit) as error:
         raise SettingsError(str(error)) from None
+
+
+def _check_layers(settings: Settings) -> None:
+    names = [name for name, _ in trainable_parameters(TASKS[settings.task].configured(settings).make_model(seed=0))]
+    for layer in (layer.strip() for layer in settings.personal_layers.split(",")):
+        if not personal_layers(settings.model_copy(update={"personal_layers": layer}), names):
+            modules = dict.fromkeys(name.split(".")[0] for name in names)
+            raise SettingsError(
+                f"personal_layers = {settings.personal_layers!r}: the model has no parameter {layer!r} or below; "
+                f"allowed are {', '.join(modules)}, names below these, or {AUTO!r}"
+            )
 
 
 def client_labels(settings: Settings) -> NDArray:

@@ -25,7 +25,8 @@ AUTO = "auto"
 SETTINGS_FILE = "settings.toml"  # in a run's record
 LANGUAGE_AUTO = ("max_length", "lora_r", "lora_alpha")  # the task knows what its "auto" is
 AUTO_KEYS = (
-    "lr", "weight_decay", "beta1", "beta2", "server_lr", "weighting", "alpha", "gamma", "client_gpus", *LANGUAGE_AUTO
+    "lr", "weight_decay", "beta1", "beta2", "server_lr", "weighting", "alpha", "gamma", "client_gpus", "finetune_lr",
+    *LANGUAGE_AUTO
 )  # fmt: skip
 
 
@@ -144,6 +145,8 @@ def parse(config: Mapping[str, Any]) -> Settings:
                 f"{key} = {AUTO!r}: task {config['task']!r} has no value for method {config['method']!r} or its "
                 f"family; allowed is a number"
             )
+    if resolved["finetune_lr"] == AUTO:
+        resolved["finetune_lr"] = resolved["lr"]
     for key in ("alpha", "gamma", "client_gpus", *LANGUAGE_AUTO):
         if resolved[key] == AUTO:
             resolved[key] = None
@@ -280,8 +283,9 @@ def _check_together(s: Settings) -> None:
         raise SettingsError(f"lr_min = {s.lr_min}: allowed is 0 to {s.lr}, the lr")
     if s.holdout > 0 and s.min_samples < 2:
         raise SettingsError(f"min_samples = {s.min_samples}: allowed is at least 2 where holdout = {s.holdout}")
-    if s.client_evaluation and s.holdout == 0:
-        raise SettingsError("holdout = 0.0: client_evaluation needs held-out examples; allowed is above 0, to 0.5")
+    if s.holdout == 0 and (s.client_evaluation or s.personal_every):
+        asks = "client_evaluation" if s.client_evaluation else "personal_every"
+        raise SettingsError(f"holdout = 0.0: {asks} needs held-out examples; allowed is above 0, to 0.5")
 
 
 def _allowed(field: FieldInfo) -> str:

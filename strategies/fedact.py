@@ -116,3 +116,15 @@ class FedACT(FedAdamW):
     """
 
     source = "the FedACT paper, Algorithm 1"
+
+
+class FedACTAlign(FedACT):
+    """FedACT whose clients go on from what was their own, as pFLAlign's do; a combination that is new here::
+
+    client  x <- x^r + Delta_i at first; each step of FedACT's is followed by
+            gamma <- 1/2 - 1/2 erf(|m_hat| / sqrt(2 max(v_hat - m_hat m_hat, 0) + align_eps)) sign(-m_hat Delta_i)
+            x <- x - gamma Delta_i / K
+            and Delta_i <- x - x^r, which is also the delta that it returns
+    """
+
+    source = "FedACT with the realignment of pflalign"

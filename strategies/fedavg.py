@@ -48,6 +48,36 @@ class PFLAlign(FedAvg):
     default_weighting = "examples"
 
 
+class LocalOnly(FedAvg):
+    """No federation: each client trains a model of its own, from x^0, in the rounds that it is asked in.
+
+    Nothing of it is sent: what returns is a delta of 0, and the global model stays x^0.
+    """
+
+    source = "a baseline"
+
+
+class FedPer(FedAvg):
+    """FedAvg of the lower layers; the last ones (``personal_layers``) are each client's own, and stay with it.
+
+    Both train together. What returns of a client's own layers is a delta of 0, and those of the global model stay as
+    they were at first.
+    """
+
+    source = "Arivazhagan et al. 2019, arXiv:1912.00818"
+
+
+class Ditto(FedAvg):
+    """FedAvg, whose clients also train a model of their own that stays near the global one (Algorithm 1)::
+
+    client  K steps of x from x^r, whose delta returns; and K steps of v_i with the gradient g + mu (v_i - x^r)
+
+    mu is the paper's lambda. A client that takes part for the first time begins with v_i = x^r.
+    """
+
+    source = "Li et al. 2021, arXiv:2012.04221"
+
+
 class LocalAdam(FedAvg):
     """FedAvg whose clients run Adam, with coupled weight decay, from a fresh state each round::
 

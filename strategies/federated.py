@@ -72,6 +72,8 @@ class ServerSettings(WireSettings):
     round_timeout: PositiveFloat
     node_timeout: NonNegativeFloat
     client_evaluation: bool
+    personal_every: NonNegativeInt
+    finetune_lr: NonNegativeFloat
 
     def learning_rate(self, server_round: int) -> float:
         """eta_r, constant within the round; rounds count from 1.
@@ -129,6 +131,8 @@ class FederatedStrategy(Strategy):
         Rounds since the last good one.
     round_metrics : dict of str to float
         The metrics of the current round.
+    personal : sequence of dict
+        Of the current round, if there was one: the personalized evaluation, what each client measured.
     """
 
     broadcast: ClassVar[tuple[str, ...]] = ()  # records sent beside the model
@@ -167,6 +171,7 @@ class FederatedStrategy(Strategy):
         )
         self.failed_in_a_row = 0
         self.round_metrics: dict[str, float] = {}
+        self.personal: Sequence[Mapping[str, float]] = ()
         self._hosts = Hosts(settings.clients, settings.node_timeout)
         self._asked: list[tuple[Message, int]] = []  # this round's messages and their partitions
         self._sent: dict[str, ArrayRecord] = {}  # the model and what is broadcast, as they travel
@@ -265,6 +270,7 @@ class FederatedStrategy(Strategy):
             client_metrics = self._mean_metrics(exchange(grid, messages, timeout))
             if client_metrics is not None:
                 result.evaluate_metrics_clientapp[server_round] = client_metrics
+            self.personal = self._evaluate_personally(server_round, num_rounds, grid, timeout)
             self.rounds_done = server_round
             evaluate(server_round)
         return result
@@ -275,10 +281,7 @@ class FederatedStrategy(Strategy):
         self.round_metrics = {"round": server_round, "lr": self.settings.learning_rate(server_round)}
         self.failed = []
         self._adopt(arrays)
-        for record in self.broadcast:
-            if (form := self.settings.format(record)) != "float32":
-                seed = derive_seed(self.settings.seed, server_round)
-                self._sent[record] = wire.to_record(encode(record, self.state[record], form, (), seed))
+        self._encode_broadcast(server_round)
         return self._ask(MessageType.TRAIN, server_round, self._sent, grid)
 
     def aggregate_train(
@@ -395,6 +398,19 @@ class FederatedStrategy(Strategy):
         self.round_metrics |= mean
         return MetricRecord(dict(mean))
 
+    def _evaluate_personally(
+        self, server_round: int, num_rounds: int, grid: Grid, timeout: float
+    ) -> Sequence[Mapping[str, float]]:
+        """What all clients measure with the global model, their own, and the global one after an epoch of theirs."""
+        every = self.settings.personal_every
+        if not every or (server_round % every and server_round < num_rounds):
+            return ()
+        self._encode_broadcast(server_round)
+        messages = self._ask(wire.PERSONAL_EVALUATION, server_round, self._sent, grid, range(self.settings.clients))
+        good = list(self._read(exchange(grid, messages, timeout), read_metrics))
+        self.round_metrics["personal_failures"] = self._num_asked - len(good)
+        return good
+
     def summary(self) -> None:
         log(
             INFO,
@@ -428,15 +444,32 @@ class FederatedStrategy(Strategy):
                 self._sent[record] = wire.to_record(self.state[record])
                 self.state[record] = wire.from_record(self._sent[record])
 
+    def _encode_broadcast(self, server_round: int) -> None:
+        """Those records of the state that travel in fewer bits than they have."""
+        for record in self.broadcast:
+            if (form := self.settings.format(record)) != "float32":
+                seed = derive_seed(self.settings.seed, server_round)
+                self._sent[record] = wire.to_record(encode(record, self.state[record], form, (), seed))
+
     def parameters(self, vectors: Vectors) -> Vectors:
         """The trainable part of ``vectors``."""
         return {name: array for name, array in vectors.items() if name not in self.buffers}
 
-    def _ask(self, kind: str, server_round: int, records: Mapping[str, ArrayRecord], grid: Grid) -> list[Message]:
-        """One message to each sampled partition, whose number and seed stand in its config record."""
+    def _ask(
+        self,
+        kind: str,
+        server_round: int,
+        records: Mapping[str, ArrayRecord],
+        grid: Grid,
+        partitions: Sequence[int] | None = None,
+    ) -> list[Message]:
+        """One message to each of the partitions, by default a sample; its number and seed are in the config record."""
         settings = self.settings
         generator = np.random.default_rng(derive_seed(settings.seed, server_round, kind, "sample"))
         sampled = sorted(generator.choice(settings.clients, settings.clients_per_round, replace=False).tolist())
+        if partitions is not None:
+            sampled = list(partitions)
+        personal = kind == wire.PERSONAL_EVALUATION
         nodes = self._hosts.find(sampled, grid)
         self._round, self._num_asked = server_round, len(sampled)
         self._asked = []
@@ -448,7 +481,7 @@ class FederatedStrategy(Strategy):
                 {
                     wire.PARTITION: partition,
                     wire.SEED: derive_seed(settings.seed, server_round, partition, kind),
-                    wire.LR: settings.learning_rate(server_round),
+                    wire.LR: settings.finetune_lr if personal else settings.learning_rate(server_round),
                     wire.STEPS_DONE: self.steps_done,
                     wire.ROUND: server_round,
                     wire.FOLDED: self.folded.get(partition, 0),

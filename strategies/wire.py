@@ -46,6 +46,11 @@ NUM_EXAMPLES = "num_examples"
 NUM_STEPS = "num_steps"  # K_i, steps really done
 TRAIN_LOSS = "train_loss"
 
+# The message that asks for a personalized evaluation, and what its METRICS' names begin with: the models evaluated.
+PERSONAL_EVALUATION = "evaluate.personal"
+GLOBAL, PERSONAL, TUNED = "global", "personal", "tuned"
+KINDS = (GLOBAL, PERSONAL, TUNED)
+
 # The query that asks a node which partitions it hosts, and the keys of its answer.
 HOSTED_QUERY = "query.hosted_partitions"
 HOSTED = "hosted"

@@ -1,0 +1,138 @@
+"""The client half of methods whose clients have models of their own.
+
+What is a client's own is Delta_i, the difference to the model that it received: of all parameters, or, in FedPer, of
+some layers. Its own model is x + Delta_i, with x the newest global one. Ditto's own models are whole ones.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from clients.local_optimizers import chosen_optimizer, proximal_optimizer
+from clients.local_round import Finished, LocalRound
+from clients.optimizers import ActAdamW
+from clients.pflalign import SHRINKAGE, AlignedSGD, let_go
+from clients.settings import LocalSettings
+from strategies import wire
+
+BUFFERS = "buffers"  # in what a client keeps: its own, beside what it keeps of the parameters
+PERSONAL = "personal"  # likewise: Ditto's model v_i
+
+
+def personal_layers(settings: LocalSettings, names: Collection[str]) -> list[str]:
+    """Which of these parameters the setting ``personal_layers`` means; "auto" is those of the last one's module."""
+    layers = [layer.strip() for layer in settings.personal_layers.split(",")]
+    if settings.personal_layers == "auto":
+        layers = [list(names)[-1].rpartition(".")[0]]
+    return [name for name in names if any(f"{name}.".startswith(f"{layer}.") for layer in layers)]
+
+
+@torch.no_grad()
+def take_up(local: LocalRound) -> None:
+    """From x to x + Delta_i."""
+    torch._foreach_add_(list(local.own.values()), local.kept[wire.DELTA])
+    if local.kept.get(BUFFERS):
+        torch._foreach_add_(list(local.buffers.values()), local.kept[BUFFERS])
+
+
+def own_layers(local: LocalRound) -> Optimizer:
+    """All parameters train, from x^r + Delta_i."""
+    take_up(local)
+    return chosen_optimizer(local)
+
+
+@torch.no_grad()
+def keep_own_layers(local: LocalRound, optimizer: Optimizer) -> Finished:
+    """Delta_i <- x_K - x^r of its own layers, which return as they came: what is a client's own stays with it."""
+    kept = {wire.DELTA: _stay_home(local, local.own)}
+    if BUFFERS in local.kept:
+        kept[BUFFERS] = _stay_home(local, local.buffers)
+    return Finished(kept=kept)
+
+
+def _stay_home(local: LocalRound, named: Mapping[str, Tensor]) -> Sequence[Tensor]:
+    received = local.received(wire.MODEL, named)
+    moved = [t - x for t, x in zip(named.values(), received, strict=True)]
+    _assign(named.values(), received)
+    return moved
+
+
+@torch.no_grad()
+def take_up_ditto(local: LocalRound) -> None:
+    """To v_i; a client that has none yet begins with the global model."""
+    if local.folded:
+        _assign(local.trainable.values(), local.kept[PERSONAL])
+        _assign(local.buffers.values(), local.kept[BUFFERS])
+
+
+@torch.no_grad()
+def finish_ditto(local: LocalRound, optimizer: Optimizer) -> Finished:
+    """K more steps, of v_i and with mu (v_i - x^r) in the gradient, while the global model's x_K waits."""
+    tensors = [*local.trainable.values(), *local.buffers.values()]
+    shared = [t.detach().clone() for t in tensors]
+    _assign(tensors, local.received(wire.MODEL, {**local.trainable, **local.buffers}))
+    take_up_ditto(local)
+    with torch.enable_grad():
+        local.train(proximal_optimizer(local))
+    own = [t.detach().clone() for t in tensors]
+    _assign(tensors, shared)
+    n = len(local.trainable)
+    return Finished(kept={PERSONAL: own[:n], BUFFERS: own[n:]})
+
+
+def pflalign(local: LocalRound) -> AlignedSGD:
+    """x starts at x^r + Delta. The client's delta is still taken from x^r, so it is the next Delta."""
+    s = local.settings
+    take_up(local)
+    return AlignedSGD(
+        local.parameters,
+        local.lr,
+        s.beta1,
+        s.align_eps,
+        s.weight_decay,
+        local.steps,
+        delta=local.kept[wire.DELTA],
+        second_moment=local.kept[wire.SECOND_MOMENT],
+        shrinkage=local.kept[SHRINKAGE],
+        shrink=s.shrinkage == "on",
+        realign=s.realign,
+    )
+
+
+def finish_pflalign(local: LocalRound, optimizer: Optimizer) -> Finished:
+    """Delta <- x_K - x^r, or 0 as it was; v and P go on."""
+    assert isinstance(optimizer, AlignedSGD)
+    moments = {wire.SECOND_MOMENT: optimizer.second_moments(), SHRINKAGE: optimizer.shrinkages()}
+    return Finished(kept={wire.DELTA: next_delta(local), **moments})
+
+
+def next_delta(local: LocalRound) -> Sequence[Tensor]:
+    """x_K - x^r, or where ``personal_delta`` is off the 0 that it was."""
+    if not local.settings.personal_delta:
+        return local.kept[wire.DELTA]
+    return torch._foreach_sub([p.detach() for p in local.parameters], local.received(wire.MODEL))
+
+
+def realigned(local: LocalRound, optimizer: ActAdamW) -> ActAdamW:
+    """Each step is followed by x <- x - gamma Delta_i / K, with gamma from AdamW's m_hat and v_hat."""
+    s, delta = local.settings, dict(zip(local.parameters, local.kept[wire.DELTA], strict=True))
+
+    @torch.no_grad()
+    def after_step(*_: object) -> None:
+        x = [p for p in local.parameters if p.grad is not None]
+        if not x:
+            return
+        states = [optimizer.state[p] for p in x]
+        m = [state["m"] / (1 - s.beta1 ** state["step"]) for state in states]
+        v = [state["v"] / (1 - s.beta2 ** (local.steps_done + state["step"])) for state in states]
+        let_go(x, [delta[p] for p in x], m, v, s.align_eps, s.realign, local.steps)
+
+    optimizer.register_step_post_hook(after_step)
+    return optimizer
+
+
+def _assign(tensors: Collection[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)

@@ -1,0 +1,71 @@
+"""A personalized evaluation: what the clients measured, in numbers of the round and in a file of the record."""
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedact_flwr.files import write_whole
+from strategies import wire
+from tasks.task import Task
+
+PERSONAL_FILE = "personal.csv"  # in a run's record: a row for each client and evaluation
+SD, WORST = "sd", "worst"
+
+Row = Mapping[str, float]
+
+
+def spread_over_clients(clients: Sequence[Row], task: Task) -> dict[str, float]:
+    """Of each metric the mean over clients, each counted once; of the task's target also how far they lie apart.
+
+    That is the standard deviation (of these clients, not of more that they would stand for) and the worst decile: the
+    mean of the tenth of the clients, rounded up, that have the worst values.
+    """
+    found = {}
+    keys = [key for key in (clients[0] if clients else {}) if key.startswith(tuple(f"{kind}_" for kind in wire.KINDS))]
+    for key in keys:
+        values = [client[key] for client in clients]
+        found[key] = statistics.fmean(values)
+        if key in targets(task):
+            worst = sorted(values, reverse=not task.higher_is_better)[: math.ceil(len(values) / 10)]
+            found[f"{key}_{SD}"] = statistics.pstdev(values)
+            found[f"{key}_{WORST}"] = statistics.fmean(worst)
+    return found
+
+
+def targets(task: Task) -> list[str]:
+    """The task's target with the global, the personal and the fine-tuned model."""
+    return [f"{kind}_{task.target}" for kind in wire.KINDS]
+
+
+def write_clients(folder: Path, server_round: int, clients: Sequence[Row]) -> None:
+    """Add the rows of a round; those of it and of later ones, which a run that was resumed may have left, go."""
+    new = [{"round": server_round, "client": int(c[wire.PARTITION]), **_measured(c)} for c in clients]
+    rows = [row for row in _rows(folder) if int(row["round"]) < server_round] + new
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(folder / PERSONAL_FILE, text.getvalue())
+
+
+def read_clients(folder: Path) -> list[dict[str, float]]:
+    """The rows of a record's file, none where there is no such file. Raises ValueError and OSError."""
+    return [{key: float(value) for key, value in row.items()} for row in _rows(folder)]
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    path = folder / PERSONAL_FILE
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _measured(client: Row) -> dict[str, float]:
+    return {"held_out": client[wire.NUM_EXAMPLES]} | {
+        key: value for key, value in client.items() if key not in (wire.PARTITION, wire.NUM_EXAMPLES)
+    }
