@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
@@ -37,7 +37,7 @@ from fedact_flwr.settings import (
     read_file,
     read_override,
 )
-from strategies import STRATEGIES
+from strategies import STRATEGIES, wire
 from tasks import TASKS, TaskSettings
 from tasks.task import BadData, Family
 
@@ -58,10 +58,15 @@ class _Table(BaseModel):
 
 
 class Tune(_Table):
-    """A learning rate for each combination: the best of a grid by the task's target, the mean over these seeds."""
+    """A learning rate for each combination: the best of a grid by the task's target, the mean over these seeds.
+
+    That of the global model, or by = "personal" of the clients' own models, or where a method has none of the
+    fine-tuned one, the mean over the clients.
+    """
 
     lr: Rates | dict[str, Rates]  # for all; or by method, or by family of the local optimizer
     seeds: Annotated[list[int], Field(min_length=1)]
+    by: Literal["global", "personal"] = "global"
     at: Own = Field(default_factory=dict)  # where the sweep has several values: those that the tuning has
 
 
@@ -224,6 +229,10 @@ class Plan:
                 raise SettingsError(
                     f"{path}: evaluate_every = 0: nothing tells learning rates apart; allowed is above 0"
                 )
+            if tune.by == "personal" and not any(
+                {**self.common, **own}["personal_every"] for own in self._combinations
+            ):
+                raise SettingsError(f"{path}: personal_every = 0: tune.by = 'personal' needs it; allowed is above 0")
             for cell in dict.fromkeys(map(self._cell, self._combinations)):
                 self._trials[cell] = {
                     lr: [self._job(TUNING_FOLDER, dict(cell) | {"lr": lr, "seed": seed}) for seed in tune.seeds]
@@ -255,11 +264,20 @@ class Plan:
         found = []
         for cell, by_lr in self._trials.items():
             task = TASKS[next(iter(by_lr.values()))[0].settings.task]
-            means = {lr: _mean([_final(job, task.target) for job in jobs]) for lr, jobs in by_lr.items()}
+            target = self._target(next(iter(by_lr.values()))[0].settings)
+            means = {lr: _mean([_final(job, target) for job in jobs]) for lr, jobs in by_lr.items()}
             good = [lr for lr, mean in means.items() if mean is not None]
             best = (max if task.higher_is_better else min)(good, key=lambda lr: means[lr] or 0.0, default=None)
-            found.append(Tuned(cell, task.target, means, best))
+            found.append(Tuned(cell, target, means, best))
         return found
+
+    def _target(self, settings: Settings) -> str:
+        """The metric that the tuning goes by."""
+        target = TASKS[settings.task].target
+        if not self.sweep.tune or self.sweep.tune.by == "global":
+            return target
+        own = CLIENT_METHODS[settings.method].take_up is not None
+        return f"{wire.PERSONAL if own else wire.TUNED}_{target}"
 
     def _cell(self, own: Own) -> Cell:
         at = self.sweep.tune.at if self.sweep.tune else {}
@@ -313,7 +331,7 @@ class Plan:
 
 def _final(job: Job, target: str) -> float | None:
     record = job.record()
-    return record.final[target] if record and record.status == COMPLETED and record.final else None
+    return record.final.get(target) if record and record.status == COMPLETED and record.final else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
