@@ -63,10 +63,10 @@ def mgup_adamw(local: LocalRound) -> Optimizer:
     return act_adamw(local, rho=0.0, tau=s.tau, alpha=s.alpha, gamma=s.gamma, scope="tensor")
 
 
-def act_adamw(local: LocalRound, **own: Any) -> ActAdamW:
-    """ACT-AdamW with the settings that it shares with AdamW, and its ``own``."""
+def act_adamw(local: LocalRound, kind: type[ActAdamW] = ActAdamW, **own: Any) -> ActAdamW:
+    """ACT-AdamW, or a ``kind`` of it, with the settings that it shares with AdamW, and its ``own``."""
     s = local.settings
-    return ActAdamW(local.parameters, local.lr, (s.beta1, s.beta2), s.eps, s.weight_decay, **own)
+    return kind(local.parameters, local.lr, (s.beta1, s.beta2), s.eps, s.weight_decay, **own)
 
 
 def cautious_adamw(local: LocalRound) -> Optimizer:

@@ -1,7 +1,7 @@
 """The client half of every method: its local optimizer, and what it returns beside the model's delta."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from clients.blocks import block_means, from_block_means
 from clients.fadamgc import TrackingAdamW
+from clients.fedact_align import RealignedActAdamW
 from clients.fedlada import AmendedAMSGrad
 from clients.local_optimizers import (
     ADAM_SETTINGS,
@@ -32,7 +33,6 @@ from clients.personal import (
     own_layers,
     personal_layers,
     pflalign,
-    realigned,
     take_up,
     take_up_ditto,
 )
@@ -163,11 +163,21 @@ def fedact(local: LocalRound) -> ActAdamW:
 def fedact_align(local: LocalRound) -> ActAdamW:
     """From x^r + Delta_i."""
     take_up(local)
-    return realigned(local, fedact(local))
+    s = local.settings
+    align = {"delta": local.kept[wire.DELTA], "align_eps": s.align_eps, "realign": s.realign, "steps": local.steps}
+    shared = _shared_state(local)
+    return act_adamw(local, RealignedActAdamW, tau=s.tau, alpha=s.alpha, gamma=s.gamma, **shared, **align)
 
 
 def finish_fedact_align(local: LocalRound, optimizer: Optimizer) -> Finished:
-    return replace(return_second_moments(local, optimizer), kept={wire.DELTA: next_delta(local)})
+    """Beside v_K what ACT-AdamW's own steps moved, the mean over them: neither Delta_i nor what was let go of it."""
+    assert isinstance(optimizer, RealignedActAdamW)
+    moved = torch._foreach_sub([p.detach() for p in local.parameters], local.received(wire.MODEL))
+    torch._foreach_sub_(moved, local.kept[wire.DELTA])
+    torch._foreach_add_(moved, optimizer.let_go())
+    torch._foreach_div_(moved, local.steps)
+    returned = return_second_moments(local, optimizer).returned
+    return Finished(returned={**returned, wire.CORRECTION: moved}, kept={wire.DELTA: next_delta(local)})
 
 
 def fedact_local(local: LocalRound) -> ActAdamW:
@@ -181,15 +191,17 @@ def fedadamw(local: LocalRound) -> ActAdamW:
 
 def _from_shared_state(local: LocalRound, **own: Any) -> ActAdamW:
     """ACT-AdamW that goes on from Delta_G, v_bar and t."""
-    return act_adamw(
-        local,
-        rho=local.settings.rho,
-        scope=local.settings.scope,
-        correction=local.received(wire.CORRECTION),
-        second_moment=from_block_means(local.received(wire.SECOND_MOMENT), local.parameters),
-        steps_done=local.steps_done,
-        **own,
-    )
+    return act_adamw(local, **_shared_state(local), **own)
+
+
+def _shared_state(local: LocalRound) -> dict[str, Any]:
+    return {
+        "rho": local.settings.rho,
+        "scope": local.settings.scope,
+        "correction": local.received(wire.CORRECTION),
+        "second_moment": from_block_means(local.received(wire.SECOND_MOMENT), local.parameters),
+        "steps_done": local.steps_done,
+    }
 
 
 def return_second_moments(local: LocalRound, optimizer: Optimizer) -> Finished:

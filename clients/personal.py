@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from clients.local_optimizers import chosen_optimizer, proximal_optimizer
 from clients.local_round import Finished, LocalRound
-from clients.optimizers import ActAdamW
-from clients.pflalign import SHRINKAGE, AlignedSGD, let_go
+from clients.pflalign import SHRINKAGE, AlignedSGD
 from clients.settings import LocalSettings
 from strategies import wire
 
@@ -113,24 +112,6 @@ def next_delta(local: LocalRound) -> Sequence[Tensor]:
     if not local.settings.personal_delta:
         return local.kept[wire.DELTA]
     return torch._foreach_sub([p.detach() for p in local.parameters], local.received(wire.MODEL))
-
-
-def realigned(local: LocalRound, optimizer: ActAdamW) -> ActAdamW:
-    """Each step is followed by x <- x - gamma Delta_i / K, with gamma from AdamW's m_hat and v_hat."""
-    s, delta = local.settings, dict(zip(local.parameters, local.kept[wire.DELTA], strict=True))
-
-    @torch.no_grad()
-    def after_step(*_: object) -> None:
-        x = [p for p in local.parameters if p.grad is not None]
-        if not x:
-            return
-        states = [optimizer.state[p] for p in x]
-        m = [state["m"] / (1 - s.beta1 ** state["step"]) for state in states]
-        v = [state["v"] / (1 - s.beta2 ** (local.steps_done + state["step"])) for state in states]
-        let_go(x, [delta[p] for p in x], m, v, s.align_eps, s.realign, local.steps)
-
-    optimizer.register_step_post_hook(after_step)
-    return optimizer
 
 
 def _assign(tensors: Collection[Tensor], values: Sequence[Tensor]) -> None:

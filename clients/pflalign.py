@@ -128,22 +128,13 @@ class AlignedSGD(Optimizer):
         if self._shrink:
             torch._foreach_mul_(g, shrinkage)
         torch._foreach_add_(x, g, alpha=-lr)
-        let_go(x, delta, m, v, eps, self._realign, self._steps)
+        torch._foreach_addcmul_(x, opposition(m, v, delta, eps, self._realign), delta, value=-1 / self._steps)
 
 
-def let_go(
-    x: list[Tensor],
-    delta: list[Tensor],
-    m: list[Tensor],
-    v: list[Tensor],
-    eps: float,
-    realign: Realign,
-    steps: int,
-) -> None:
-    """x = x - gamma Delta / T, in place; see `AlignedSGD`. Lists of tensors of one order and shapes."""
+def opposition(m: list[Tensor], v: list[Tensor], delta: list[Tensor], eps: float, realign: Realign) -> list[Tensor]:
+    """gamma, see `AlignedSGD`; lists of tensors of one order and shapes."""
     if realign in FIXED:
-        torch._foreach_add_(x, delta, alpha=-FIXED[realign] / steps)
-        return
+        return [torch.full_like(d, FIXED[realign]) for d in delta]
     gamma = list(torch._foreach_sign(m))  # two signs and not that of a product, which may be too small for a float
     torch._foreach_mul_(gamma, list(torch._foreach_sign(delta)))
     if realign == "probability":
@@ -158,4 +149,4 @@ def let_go(
         torch._foreach_mul_(gamma, certainty)
     torch._foreach_mul_(gamma, 0.5)
     torch._foreach_add_(gamma, 0.5)
-    torch._foreach_addcmul_(x, gamma, delta, value=-1 / steps)
+    return gamma

@@ -15,7 +15,7 @@ from clients.local_optimizers import LOCAL_OPTIMIZERS
 from clients.methods import CLIENT_METHODS
 from clients.settings import LocalSettings
 from fedact_flwr.sinks import SINKS
-from strategies import STRATEGIES, ServerSettings
+from strategies import STRATEGIES, ServerSettings, wire
 from tasks import TASKS, TaskSettings
 from tasks.split import SplitSettings
 from tasks.task import ANY_MODEL, BadData
@@ -273,6 +273,11 @@ def _check_together(s: Settings) -> None:
         raise SettingsError(
             f"wire_delta = 'int8': rounding at random is right in the mean alone; allowed with aggregation = "
             f"{s.aggregation!r} is 'float32' or 'bfloat16'"
+        )
+    if s.derives_correction and wire.CORRECTION in STRATEGIES[s.method].returned:
+        raise SettingsError(
+            f"wire_correction = 'derived': {s.method}'s Delta_G does not follow from the model; allowed is one of "
+            f"'float32', 'bfloat16', 'int8'"
         )
     if s.derives_correction and s.local_epochs:
         raise SettingsError(

@@ -42,7 +42,7 @@ class FedAdamW(FederatedStrategy):
 
     source = "Liu et al. 2025, arXiv:2510.27486"
     broadcast = (wire.CORRECTION, wire.SECOND_MOMENT)
-    returned = (wire.SECOND_MOMENT,)
+    returned: ClassVar[tuple[str, ...]] = (wire.SECOND_MOMENT,)
     settings_used: ClassVar[tuple[str, ...]] = ("second_moment", "wire_correction", "wire_second_moment")
 
     def like(self, record: str) -> Vectors:
@@ -125,6 +125,15 @@ class FedACTAlign(FedACT):
             gamma <- 1/2 - 1/2 erf(|m_hat| / sqrt(2 max(v_hat - m_hat m_hat, 0) + align_eps)) sign(-m_hat Delta_i)
             x <- x - gamma Delta_i / K
             and Delta_i <- x - x^r, which is also the delta that it returns
+    server  Delta_G <- the mean of what FedACT's own steps moved, over - K_i eta
+
+    So Delta_G has FedACT's scale: a delta with the old Delta_i in it does not shrink with eta, and over K eta would
+    grow without bound where the schedule decays. It costs a third record up.
     """
 
     source = "FedACT with the realignment of pflalign"
+    returned = (wire.SECOND_MOMENT, wire.CORRECTION)
+
+    def terms(self, reply: Reply) -> Mapping[str, Vectors]:
+        """What the steps moved comes as the mean over them."""
+        return reply.vectors
