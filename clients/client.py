@@ -150,11 +150,7 @@ class FedClient(NumPyClient):
             for record, v in parameters.items()
         }
         own = {name: trainable[name] for name in method.layers(settings, trainable)}
-        buffers = {
-            name: t
-            for name, t in exchanged_state(self.model).items()
-            if name not in trainable and t.is_floating_point()
-        }
+        buffers = {name: t for name, t in exchanged_state(self.model).items() if name not in trainable}
         like = {what: buffers if what == BUFFERS else own for what in method.keeps}
         derives = settings.derives_correction and wire.CORRECTION not in message
         kept = self._state(config).load(folded, {**like, wire.MODEL: trainable} if derives else like)

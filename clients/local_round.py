@@ -35,7 +35,7 @@ class LocalRound:
     own : mapping of str to Tensor
         Those of ``trainable`` that ``kept`` has tensors for.
     buffers : mapping of str to Tensor
-        The model's floating buffers by name, which training changes.
+        The model's persistent buffers by name, which training changes.
     train : callable
         Does the round's K steps with an optimizer, on the client's examples in another order, from where the model is.
     """

@@ -61,7 +61,7 @@ class ClientMethod:
         Its family and settings are then those of the one chosen.
     keeps : tuple of str
         What it keeps on the client between rounds, each shaped like the parameters (`clients.personal.BUFFERS`: like
-        the floating buffers) and 0 at first.
+        the buffers) and 0 at first.
     layers : callable
         Of which of the parameters, given their names; by default of all.
     take_up : callable, optional

@@ -24,6 +24,7 @@ from clients.fedlada import AmendedAMSGrad
 from clients.local_round import LocalRound
 from clients.methods import CLIENT_METHODS
 from clients.optimizers import ActAdamW
+from clients.personal import BUFFERS
 from clients.state import ClientState
 from clients.training import batches, train
 from fedact_flwr import client_app, server_app
@@ -46,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {name: {"method": name} for name in STRATEGIE
     "fedadamw+tensor": {"method": "fedadamw", "second_moment": "tensor"},
     "fedadamw+block": {"method": "fedadamw", "second_moment": "block"},
     "fedact+block": {"method": "fedact", "second_moment": "block"},
+    "ditto+adamw": {"method": "ditto", "local_optimizer": "adamw"},
 }
 NARROW: dict[str, dict[str, Any]] = {  # on the wire
     "fedact+bfloat16": {
@@ -68,6 +70,7 @@ UNUSUAL = {
     "scope": "tensor", "align_eps": EPS, **PHI,
 }  # fmt: skip
 SIZES = (1, 7, 40)  # examples of three clients
+ALONE = ("local_only", "fedper")  # whose global model does not learn all there is to learn
 
 
 class Toy(Task):
@@ -207,9 +210,11 @@ def random_message(settings: Settings) -> tuple[dict[str, dict[str, NDArray]], d
 def keep_random_state(settings: Settings, folder: Path) -> dict[str, list[Tensor]]:
     """Put what round 1 left on the client where it looks for it."""
     generator = torch.Generator().manual_seed(6)
+    method, arrays = CLIENT_METHODS[settings.method], first_arrays()
+    own = method.layers(settings, arrays)
     kept = {
-        what: {name: torch.rand(a.shape, generator=generator) for name, a in first_arrays().items()}
-        for what in CLIENT_METHODS[settings.method].keeps
+        what: {name: torch.rand(arrays[name].shape, generator=generator) for name in own if what != BUFFERS}
+        for what in method.keeps
     }
     ClientState(folder, 2).save(1, kept, {0})
     return {what: list(tensors.values()) for what, tensors in kept.items()}
@@ -220,6 +225,22 @@ def fit(settings: Settings, folder: Path, n: int = 30) -> tuple[Any, dict[str, f
     message, config = random_message(settings)
     returned, _, metrics = client.fit(message, {**config, wire.STATE_FOLDER: str(folder)})
     return returned, metrics
+
+
+def kept_after(folder: Path, server_round: int = 2, partition: int = 2) -> dict[str, NDArray]:
+    """What the client keeps of a round, by "what/name"."""
+    path = folder / str(partition) / f"round-{server_round}.safetensors"
+    return safetensors.numpy.load_file(path) if path.exists() else {}
+
+
+def moved(settings: Settings, returned: Any, folder: Path) -> dict[str, NDArray]:
+    """x_K - x^r: what returns, and where that is 0, since it is the client's own, what it keeps."""
+    delta = dict(returned[wire.DELTA])
+    if settings.method in ALONE:
+        for name in CLIENT_METHODS[settings.method].layers(settings, delta):
+            assert not delta[name].any()
+            delta[name] = kept_after(folder)[f"delta/{name}"]
+    return delta
 
 
 @every_case
@@ -245,9 +266,9 @@ def hooked(optimizer: Optimizer, before: Callable | None = None, after: Callable
     return optimizer
 
 
-def proximal(x: list[nn.Parameter], optimizer: Optimizer) -> Optimizer:
-    """The gradient of mu/2 |x - x^r|^2, by autograd."""
-    start = [p.detach().clone() for p in x]
+def proximal(x: list[nn.Parameter], optimizer: Optimizer, start: Sequence[Tensor] = ()) -> Optimizer:
+    """The gradient of mu/2 |x - x^r|^2, by autograd; ``start`` is x^r, by default x as it is."""
+    start = start or [p.detach().clone() for p in x]
 
     def add() -> None:
         with torch.enable_grad():
@@ -301,6 +322,33 @@ class Aligned(Optimizer):
             x -= LR * self.shrinkage[i] * g + gamma * delta / self.steps
 
 
+def started(x: list[nn.Parameter], delta: list[Tensor], optimizer: Optimizer) -> Optimizer:
+    """The last of the parameters, as many as there are in delta, begin at x^r + Delta."""
+    with torch.no_grad():
+        for p, d in zip(x[-len(delta) :], delta, strict=True):
+            p += d
+    return optimizer
+
+
+def realigned(x: list[nn.Parameter], optimizer: Optimizer, delta: list[Tensor], steps: int) -> Optimizer:
+    """fedact_align's second half as its formula stands, from x^r + Delta, with m and v from the gradients anew."""
+    m, v = [torch.zeros_like(p) for p in x], [optimizer.state[p]["v"].clone() for p in x]
+    k = 0
+
+    @torch.no_grad()
+    def after() -> None:
+        nonlocal k
+        k += 1
+        for i, (p, d) in enumerate(zip(x, delta, strict=True)):
+            m[i] = BETAS[0] * m[i] + (1 - BETAS[0]) * p.grad
+            v[i] = BETAS[1] * v[i] + (1 - BETAS[1]) * p.grad**2
+            m_hat, v_hat = m[i] / (1 - BETAS[0] ** k), v[i] / (1 - BETAS[1] ** (10 + k))
+            certainty = torch.erf(m_hat.abs() / (2 * (v_hat - m_hat**2).clamp(min=0) + EPS).sqrt())
+            p -= (0.5 - 0.5 * certainty * torch.sign(-m_hat * d)) * d / steps
+
+    return hooked(started(x, delta, optimizer), after=after)
+
+
 def spread(means: list[Tensor], x: list[nn.Parameter]) -> list[Tensor]:
     """Each block's mean at each of its entries."""
     return [m.repeat_interleave(p.numel() // m.numel()).view_as(p) for m, p in zip(means, x, strict=True)]
@@ -330,10 +378,15 @@ REFERENCE: dict[str, Callable[..., Optimizer]] = {
     "local_adamw": lambda x, g, k: adamw(x),
     "fedlada": lambda x, g, k: AmendedAMSGrad(x, LR, BETAS, EPS, DECAY, 0.3, g["correction"], g["second_moment"]),
     "fadamgc": lambda x, g, k: tracked(x, adamw(x), g["control"], k["control"]),
+    "local_only": lambda x, g, k: started(x, k["delta"], sgd(x)),
+    "fedper": lambda x, g, k: started(x, k["delta"], sgd(x)),
+    "ditto": lambda x, g, k: sgd(x),
     "pflalign": lambda x, g, k: Aligned(x, 5, k),
     "fedadamw": lambda x, g, k: act(x, g, tau=1),
     "fedact_local": lambda x, g, k: act(x, g, score="local", scope="tensor", **PHI),
     "fedact": lambda x, g, k: act(x, g, scope="tensor", **PHI),
+    "fedact_align": lambda x, g, k: realigned(x, act(x, g, scope="tensor", **PHI), k["delta"], 5),
+    "ditto+adamw": lambda x, g, k: adamw(x),
     "fedavg+mgup": lambda x, g, k: ActAdamW(x, LR, BETAS, EPS, DECAY, rho=0, scope="tensor", **PHI),
     "fedavg+cautious": lambda x, g, k: CautiousAdamW(x, LR, BETAS, EPS, DECAY),
     "fedprox+adamw": lambda x, g, k: proximal(x, adamw(x)),
@@ -357,8 +410,9 @@ def test_one_client_equals_its_local_optimizer(case: str, settings_of: MakeSetti
     x = list(model.parameters())
     optimizer = REFERENCE[case](x, received, kept)
     train(model, Toy().loss, batches(Toy().examples(0, 30), 8, torch.Generator().manual_seed(11)), optimizer, 5)
+    delta = moved(settings, returned, tmp_path)
     for (name, start), p in zip(first_arrays().items(), x, strict=True):
-        np.testing.assert_allclose(returned[wire.DELTA][name], p.detach().numpy() - start, rtol=1e-4, atol=2e-6)
+        np.testing.assert_allclose(delta[name], p.detach().numpy() - start, rtol=1e-4, atol=2e-6)
 
 
 @every_case
@@ -374,7 +428,7 @@ def test_a_reply_has_the_names_and_shapes_that_the_server_wants(
     for record, vectors in returned.items():
         like = server.model if record == wire.DELTA else server.like(record)
         assert {n: (a.shape, a.dtype) for n, a in vectors.items()} == {n: (a.shape, a.dtype) for n, a in like.items()}
-        assert any(a.any() for a in vectors.values())
+        assert any(a.any() for a in vectors.values()) or settings.method == "local_only"
     assert (metrics[wire.NUM_STEPS], metrics[wire.PARTITION]) == (10, 2)
 
 
@@ -398,7 +452,7 @@ def test_bfloat16_computes_and_float32_stays(case: str, settings_of: MakeSetting
         assert all(a.dtype == np.float32 for vectors in returned.values() for a in vectors.values())
         for path in tmp_path.rglob("round-2.safetensors"):
             assert all(a.dtype == np.float32 for a in safetensors.numpy.load_file(path).values())
-        deltas.append(returned[wire.DELTA]["head.weight"])
+        deltas.append(moved(settings, returned, tmp_path)["head.weight"])
     assert not np.array_equal(*deltas)
     np.testing.assert_allclose(*deltas, atol=0.1)
 
@@ -411,10 +465,16 @@ def test_a_round_is_a_function_of_its_message(case: str, settings_of: MakeSettin
     client = FedClient(Toy(), Toy().make_model(3), Toy().examples(0, 30), Toy().test_examples(), settings)
     message, config = random_message(settings)
     config |= {wire.STATE_FOLDER: str(tmp_path)}
-    first, other, again = (client.fit(message, config | {wire.SEED: seed})[0] for seed in (11, 99, 11))
-    for record in first:
-        assert all(first[record][name].tobytes() == again[record][name].tobytes() for name in first[record])
-    assert first[wire.DELTA]["head.weight"].tobytes() != other[wire.DELTA]["head.weight"].tobytes()
+    runs = []
+    for seed in (11, 99, 11):
+        returned = client.fit(message, config | {wire.SEED: seed})[0]
+        runs.append({f"{record}/{name}": a for record in returned for name, a in returned[record].items()})
+        runs[-1] |= {f"kept/{name}": a for name, a in kept_after(tmp_path).items()}
+    first, other, again = ({name: a.tobytes() for name, a in left.items()} for left in runs)
+    assert first == again
+    heads = [name for name in first if name.endswith("head.weight") and runs[0][name].any()]
+    assert heads
+    assert all(first[name] != other[name] for name in heads)
 
 
 # ---- both halves
@@ -557,11 +617,18 @@ def metrics_of(record: Path) -> list[dict[str, Any]]:
 
 @every_case_and_format
 def test_three_rounds_learn(case: str, settings_of: MakeSettings) -> None:
-    settings = settings_of(case, clients=1, clients_per_round=1, local_steps=20)
+    settings = settings_of(
+        case, clients=1, clients_per_round=1, local_steps=20, holdout=0.3, personal_every=3, finetune_lr=0.05
+    )
     run_inprocess(server_app.app, client_app.app, 1, dump(settings))
     lines = (Path(settings.output) / "run" / "rounds.jsonl").read_text().splitlines()
     start = Toy().evaluate(Toy().make_model(1), Toy().test_examples())["loss"]
-    assert json.loads(lines[-1])["loss"] < 0.9 * start
+    end = json.loads(lines[-1])
+    if settings.method not in ALONE:
+        assert end["loss"] < 0.9 * start
+    if CLIENT_METHODS[settings.method].take_up:
+        assert end["personal_loss"] < 0.9 * start
+    assert end["tuned_loss"] != end["global_loss"]
 
 
 def claims(method: str) -> dict[str, tuple[int, int]]:
@@ -629,6 +696,8 @@ def fit_with(settings: Settings, folder: Path, **records: Any) -> Any:
         ({"method": "scaffold", "local_optimizer": "adamw"}, {"method": "local_adamw"}),
         ({"method": "fadamgc"}, {"method": "local_adamw"}),
         ({"method": "pflalign", "shrinkage": "off"}, {"method": "fedavg", "momentum": 0.0}),
+        ({"method": "ditto"}, {"method": "fedavg"}),
+        ({"method": "fedact_align", "second_moment": "block"}, {"method": "fedact", "second_moment": "block"}),
         ({"method": "fedadam", "local_optimizer": "adamw"}, {"method": "local_adamw"}),
         ({"method": "fedavg", "local_optimizer": "adam"}, {"method": "local_adam"}),
         ({"method": "fedavg", "local_optimizer": "adamw"}, {"method": "local_adamw"}),
@@ -789,21 +858,28 @@ def test_every_method_reads_only_settings_that_it_names(settings_of: MakeSetting
         "shrinkage": "off",
         "realign": "half",
         "personal_delta": False,
+        "personal_layers": "embed",
     }
+
+    def left(settings: Settings) -> dict[str, bytes]:
+        """By a first round, on the server and on the client."""
+        shutil.rmtree(tmp_path / "2", ignore_errors=True)
+        returned = fit_with(settings, tmp_path)
+        records = {f"{record}/{name}": a for record in returned for name, a in returned[record].items()}
+        kept = {f"kept/{name}": a for name, a in kept_after(tmp_path, 1).items()}
+        return {name: a.tobytes() for name, a in (records | kept).items()}
+
     for case, own in CASES.items():
         optimizer = own.get("local_optimizer", "auto")
         names = CLIENT_METHODS[own["method"]].settings_with(optimizer)
-        plain = fit_with(settings_of(case), tmp_path)
+        plain = left(settings_of(case))
         strangers = {key: value for key, value in others.items() if key not in names}
-        same(fit_with(settings_of(case, **strangers), tmp_path), plain)
-        for key in set(others) & set(names):
-            changed = fit_with(settings_of(case, **{key: others[key]}), tmp_path)
-            if key not in ("rho", "scope", "realign", "personal_delta"):  # which need a Delta, or many tensors
-                assert any(
-                    changed[record][name].tobytes() != a.tobytes()
-                    for record in plain
-                    for name, a in plain[record].items()
-                ), (case, key)
+        assert left(settings_of(case, **strangers)) == plain
+        without_effect = {"rho", "scope", "realign"}  # which need a Delta, or many tensors
+        if own["method"] == "fedact_align":
+            without_effect |= {"align_eps"}  # likewise
+        for key in set(others) & set(names) - without_effect:
+            assert left(settings_of(case, **{key: others[key]})) != plain, (case, key)
 
 
 def test_a_local_round_gives_what_was_sent_in_the_order_of_the_parameters(make_settings: MakeSettings) -> None:

@@ -81,7 +81,7 @@ def test_settings_of_other_methods_are_refused() -> None:
         check_own_settings(parse(DEFAULTS | {"method": method}))
     check_own_settings(parse(DEFAULTS | {"method": "fedact", "gamma": 0.1}))
     with pytest.raises(
-        SettingsError, match=r"mu = 0\.5: fedact has no .* the default, 0\.01; methods with it: fedprox;"
+        SettingsError, match=r"mu = 0\.5: fedact has no .* the default, 0\.01; methods with it: fedprox, ditto;"
     ):
         check_own_settings(parse(DEFAULTS | {"mu": 0.5}))
     with pytest.raises(SettingsError, match=r"server_beta1 = 0\.5: fedact .*did you mean beta1"):

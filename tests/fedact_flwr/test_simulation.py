@@ -52,7 +52,8 @@ def environment(folder: Path) -> dict[str, str]:
 def test_the_same_bits_from_every_engine(tmp_path: Path, network: Any, make_settings: Callable[..., Settings]) -> None:
     """In this process, in Flower's simulation, which leaves nothing behind, and by a SuperLink and two SuperNodes."""
     small = {"clients": 2, "clients_per_round": 2, "rounds": 2, "local_steps": 3, "output": str(tmp_path)}
-    small |= {"wire_delta": "int8", "wire_second_moment": "int8", "wire_correction": "derived"}
+    small |= {"wire_delta": "int8", "wire_second_moment": "int8", "wire_correction": "bfloat16"}
+    small |= {"method": "fedact_align", "holdout": 0.2, "personal_every": 2}  # whose clients keep something
     run_inprocess(server_app, client_app, 2, dump(make_settings(**small, name="inprocess")))
 
     own = sets(*(f"{key}={value}" for key, value in small.items()), "name=simulation", "device=cpu")
@@ -75,6 +76,9 @@ def test_the_same_bits_from_every_engine(tmp_path: Path, network: Any, make_sett
     records = [tmp_path / engine for engine in ("inprocess", "simulation", "network")]
     models = [(record / "model.safetensors").read_bytes() for record in records]
     assert models[0] == models[1] == models[2]
+    clients = [(record / "personal.csv").read_text() for record in records]
+    assert clients[0] == clients[1] == clients[2]
+    assert len(clients[0].splitlines()) == 1 + 2
     rounds = [[json.loads(line) for line in (r / "rounds.jsonl").read_text().splitlines()] for r in records]
     for line in (line for run_lines in rounds for line in run_lines):
         line["seconds"] = line["client_seconds"] = 0

@@ -43,7 +43,10 @@ def sweep(path: Path, *options: str) -> tuple[int, str]:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Runs are not made, but their records are: accuracy = 1 - |lr - 0.01| - seed / 1000; lr above 1 fails."""
+    """Runs are not made, but their records are: accuracy = 1 - |lr - 0.01| - seed / 1000; lr above 1 fails.
+
+    The fine-tuned model's accuracy is lr / 100, and that of ditto's own models 1 - lr / 100.
+    """
     names: list[str] = []
 
     def carry_out(jobs: Sequence[Job], *_: object) -> dict[Path, str]:
@@ -51,7 +54,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(f"{job.folder.parent.name}/{job.folder.name}")
             job.folder.mkdir(parents=True, exist_ok=True)
             s = job.settings
-            lines = [{"round": s.rounds, "accuracy": 1 - abs(s.lr - 0.01) - s.seed / 1000, "seconds": 1.0}]
+            line = {"round": s.rounds, "accuracy": 1 - abs(s.lr - 0.01) - s.seed / 1000, "seconds": 1.0}
+            own = {"personal_accuracy": 1 - s.lr / 100} if s.method == "ditto" else {}
+            lines = [line | {"tuned_accuracy": s.lr / 100} | own]
             (job.folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
             end = {"status": "failed", "cause": "nan"} if s.lr > 1 else {"status": "completed", "cause": None}
             (job.folder / "summary.json").write_text(json.dumps(end))
@@ -126,6 +131,17 @@ def test_the_learning_rate_is_tuned_for_each_combination_on_other_seeds(tmp_path
     assert (first["best"], second["best"]) == (0.011, 0.02)
     assert second["by_lr"][1] == [7, None]
     assert "failed: tuning/method=fedavg,dirichlet_alpha=0.1,lr=7,seed=11: nan" in output
+
+
+def test_the_learning_rate_may_be_that_of_the_clients_own_models(tmp_path: Path, made: list[str]) -> None:
+    """ditto has such, fedact has a fine-tuned one; both go against the global model's 0.01."""
+    text = SMALL + "holdout = 0.2\npersonal_every = 6\n[grid]\nmethod = ['ditto', 'fedact']\n"
+    code, output = sweep(write(tmp_path, text + "[tune]\nlr = [0.001, 0.01, 0.1]\nseeds = [11]\nby = 'personal'\n"))
+    assert code == 0, output
+    assert made[-2:] == ["runs/method=ditto,lr=0.001", "runs/method=fedact,lr=0.1"]
+    first, second = json.loads((tmp_path / "out" / "tuning.json").read_text())
+    assert (first["target"], second["target"]) == ("personal_accuracy", "tuned_accuracy")
+    assert first["by_lr"][0] == [0.001, pytest.approx(0.99999)]
 
 
 def test_what_is_done_is_skipped_and_what_failed_is_made_again_when_asked(tmp_path: Path, made: list[str]) -> None:
@@ -222,6 +238,8 @@ WRONG = {
     "[tune]\nlr = [0.1]\nseeds = [42]": "tune.seeds: 42 is a seed to report; allowed are others",
     "[tune]\nlr = { adamw = [0.1], fedat = [0.2] }\nseeds = [1]": "tune.lr.fedat: allowed are methods and families, ",
     "[tune]\nlr = 0.1\nseeds = [1]": "tune.lr: Input should be a valid list",
+    "[tune]\nlr = [0.1]\nseeds = [1]\nby = 'personal'": "personal_every = 0: tune.by = 'personal' needs it",
+    "[tune]\nlr = [0.1]\nseeds = [1]\nby = 'own'": "tune.by: Input should be 'global' or 'personal'",
     "[settings]\nevaluate_every = 0\n[tune]\nlr = [0.1]\nseeds = [1]": "evaluate_every = 0: ",
     "[settings]\nrho = [0.1, 0.2]": "settings.rho: Input should be a valid string; several values belong in [grid]",
     "[grid]\nseed = [1, 1]": "seed=1: it has this run twice",

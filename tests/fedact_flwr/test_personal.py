@@ -1,0 +1,150 @@
+"""The personalized evaluation of whole runs: its numbers, its file, and what it leaves alone."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from clients.client import FedClient
+from fedact_flwr import server_app
+from fedact_flwr.client_app import app as client_app
+from fedact_flwr.inprocess import run_inprocess
+from fedact_flwr.personal import read_clients, spread_over_clients, write_clients
+from fedact_flwr.server_app import check
+from fedact_flwr.settings import Settings, SettingsError, check_own_settings, dump, parse, read_defaults
+from tasks import TASKS
+from tasks.digits import Digits
+
+MakeSettings = Callable[..., Settings]
+SMALL: dict[str, Any] = {
+    "clients": 4, "clients_per_round": 3, "rounds": 3, "local_steps": 3, "name": "run", "holdout": 0.25,
+}  # fmt: skip
+
+
+def run(settings: Settings) -> Path:
+    run_inprocess(server_app.app, client_app, settings.clients, dump(settings))
+    return Path(settings.output) / settings.name
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+
+
+# ---- numbers by hand
+
+
+def client(number: int, **metrics: float) -> dict[str, float]:
+    return {"partition": number, "num_examples": 10, **metrics}
+
+
+def test_the_spread_over_eleven_clients_by_hand() -> None:
+    """Accuracies 0, .1, ..., 1: mean .5, variance (2/11) (.25 + .16 + .09 + .04 + .01) = .1; the worst two: .05."""
+    clients = [client(i, global_accuracy=(i * 7 % 11) / 10, global_loss=2.0 * i) for i in range(11)]
+    found = spread_over_clients(clients, TASKS["digits"])
+    assert found.keys() == {"global_accuracy", "global_accuracy_sd", "global_accuracy_worst", "global_loss"}
+    assert found["global_accuracy"] == pytest.approx(0.5)
+    assert found["global_accuracy_sd"] == pytest.approx(0.1**0.5)
+    assert found["global_accuracy_worst"] == pytest.approx(0.05)
+    assert found["global_loss"] == pytest.approx(10)
+
+
+def test_the_worst_of_a_target_that_should_be_low() -> None:
+    class Lower(Digits):
+        target: ClassVar[str] = "loss"
+        higher_is_better: ClassVar[bool] = False
+
+    clients = [client(i, tuned_loss=float(i), personal_loss=1.0) for i in range(10)]
+    found = spread_over_clients(clients, Lower())
+    assert (found["tuned_loss_worst"], found["personal_loss_worst"], found["personal_loss_sd"]) == (9, 1, 0)
+    assert spread_over_clients([], Lower()) == {}
+
+
+def test_the_file_has_each_evaluation_once(tmp_path: Path) -> None:
+    """A run that goes on from round 2 makes round 4 again, and may find that it has been made."""
+    for server_round in (2, 4, 4):
+        write_clients(
+            tmp_path, server_round, [client(1, global_accuracy=server_round / 8), client(3, global_accuracy=0)]
+        )
+    text = "round,client,held_out,global_accuracy\n2,1,10,0.25\n2,3,10,0\n4,1,10,0.5\n4,3,10,0\n"
+    assert (tmp_path / "personal.csv").read_text() == text
+    assert read_clients(tmp_path)[0] == {"round": 2, "client": 1, "held_out": 10, "global_accuracy": 0.25}
+    assert read_clients(tmp_path / "none") == []
+
+
+# ---- whole runs
+
+
+@pytest.mark.parametrize("method", ["fedact", "ditto"])
+def test_all_clients_measure_and_training_does_not_notice(method: str, make_settings: MakeSettings) -> None:
+    """Also those that were not asked in the round, every second round and at the end."""
+    plain = run(make_settings(**SMALL, method=method))
+    measured = run(make_settings(**(SMALL | {"name": "measured"}), method=method, personal_every=2))
+    assert (plain / "model.safetensors").read_bytes() == (measured / "model.safetensors").read_bytes()
+    rows = read_clients(measured)
+    assert [(row["round"], row["client"]) for row in rows] == [(r, c) for r in (2, 3) for c in range(4)]
+    kinds = {"global", "tuned"} | ({"personal"} if method == "ditto" else set())
+    assert {key.split("_")[0] for key in rows[0] if key.endswith("accuracy")} == kinds
+    lines = lines_of(measured)
+    assert ["tuned_accuracy" in line for line in lines] == [False, False, True, True]
+    last = [row for row in rows if row["round"] == 3]
+    for kind in kinds:
+        assert lines[-1][f"{kind}_accuracy"] == pytest.approx(sum(row[f"{kind}_accuracy"] for row in last) / 4)
+    assert lines[-1]["personal_failures"] == 0
+    assert lines[-1]["bytes_sent"] > lines[1]["bytes_sent"]
+    strip = [{key: v for key, v in line.items() if key in ("accuracy", "train_loss")} for line in lines]
+    assert strip == [{key: line[key] for key in own} for line, own in zip(lines_of(plain), strip, strict=True)]
+
+
+def test_the_rate_of_fine_tuning_is_not_the_schedules(make_settings: MakeSettings) -> None:
+    """ "auto" is lr, and 0 leaves the model as it is."""
+    settings = make_settings(**SMALL, personal_every=3)
+    assert settings.finetune_lr == settings.lr
+    same = read_clients(run(make_settings(**(SMALL | {"name": "same"}), personal_every=3, finetune_lr=0.0)))
+    assert all(row["tuned_loss"] == row["global_loss"] for row in same)
+    auto = read_clients(run(settings))
+    assert all(row["tuned_loss"] < row["global_loss"] for row in auto)
+
+
+def test_a_client_that_can_not_measure_is_named(make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = FedClient.evaluate_personally
+
+    def fail_for_1(self: FedClient, parameters: Any, config: Any) -> Any:
+        if config["partition"] == 1:
+            raise RuntimeError("no such luck")
+        return measure(self, parameters, config)
+
+    monkeypatch.setattr(FedClient, "evaluate_personally", fail_for_1)
+    folder = run(make_settings(**SMALL, personal_every=3))
+    line = lines_of(folder)[-1]
+    assert line["personal_failures"] == 1
+    assert line["failures"] == 0
+    assert any(text.startswith("partition 1") and "no such luck" in text for text in line["failed"])
+    assert [row["client"] for row in read_clients(folder)] == [0, 2, 3]
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"personal_every": 2}, r"holdout = 0\.0: personal_every needs held-out examples"),
+        ({"personal_every": -1}, "personal_every = -1: allowed is a whole number at least 0"),
+        ({"finetune_lr": -0.1}, r"finetune_lr = -0\.1: allowed is a number at least 0 or \"auto\""),
+        ({"method": "fedper", "personal_layers": "a,,b"}, "personal_layers = 'a,,b': allowed is \"auto\" or names of"),
+        ({"method": "fedact_align", "wire_correction": "derived"}, "fedact_align's Delta_G does not follow"),
+    ],
+)
+def test_wrong_settings(own: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        parse(read_defaults() | own)
+
+
+def test_layers_that_the_model_does_not_have_are_refused_before_the_start(make_settings: MakeSettings) -> None:
+    check(make_settings(method="fedper", personal_layers="norm,head.bias"))
+    with pytest.raises(SettingsError, match=r"personal_layers = 'head,tail': .* no parameter 'tail' .* allowed are"):
+        check(make_settings(method="fedper", personal_layers="head,tail"))
+    with pytest.raises(SettingsError, match="personal_layers = 'head': fedact has no such setting"):
+        check_own_settings(make_settings(personal_layers="head"))
