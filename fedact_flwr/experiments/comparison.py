@@ -140,6 +140,11 @@ class Comparison:
                 found[key] = {method: list(of_method) for method, of_method in values.items()}
         return found
 
+    @property
+    def usual_seeds(self) -> int:
+        """How many runs most cells have."""
+        return statistics.mode(len(cell) for cell in self.cells.values())
+
     def finals(self, row: Row, column: Column) -> dict[int, float]:
         """The target after the last evaluated round, by seed."""
         target = column.task.target
