@@ -40,7 +40,8 @@ def record(write_record: Record) -> Record:
             rounds[2].append(who | last)
         for r, clients in rounds.items():
             lines[r] |= spread_over_clients(clients, TASKS[task])
-        write_record(folder, lines, task=task, **({"personal_every": 1, "holdout": 0.2} if models else {}), **own)
+        own = ({"personal_every": 1, "holdout": 0.2} if models else {}) | own
+        write_record(folder, lines, task=task, **own)
         for r, clients in rounds.items():
             if clients:
                 write_clients(folder, r, clients)
@@ -215,3 +216,25 @@ def test_runs_with_different_numbers_of_clients_make_no_curve(
     assert "the clients, 1: fedavg, digits, vit: not as many clients in each run" in words(blocks)
     assert not drawn
     assert len(tables(blocks)) == 2
+
+
+def test_methods_with_learning_rates_of_their_own_share_a_condition(record: Record, tmp_path: Path) -> None:
+    """Also of fine-tuning, which follows; and with runs that measure less often, or are older than that setting."""
+    record(tmp_path / "a", models=DITTO, method="ditto", lr=0.1, seed=1)
+    record(tmp_path / "b", models=FEDAVG[0], method="local_adamw", lr=0.01, seed=1)
+    record(tmp_path / "c", models=DITTO, method="ditto", lr=0.1, seed=2, personal_every=2)
+    old = record(tmp_path / "d", models=FEDAVG[0], method="local_adamw", lr=0.01, seed=2) / "settings.toml"
+    old.write_text(old.read_text().replace("finetune_lr = 0.01\n", ""))
+    assert "finetune_lr" not in old.read_text()
+    record(tmp_path / "e", models=DITTO, method="fedavg", lr=0.01, finetune_lr=0.1, seed=1)
+    comparison = compare(find_runs([tmp_path])[0])
+    assert len(comparison.columns) == 1
+    assert [row.label for row in comparison.rows] == ["fedavg", "local_adamw", "ditto"]
+    assert comparison.usual_seeds == 2
+
+
+def test_learning_rates_of_fine_tuning_are_never_averaged(record: Record, tmp_path: Path) -> None:
+    record(tmp_path / "a", models=DITTO, method="ditto", finetune_lr=0.3, seed=1)
+    record(tmp_path / "b", models=DITTO, method="ditto", finetune_lr=0.2, seed=2)
+    labels = [row.label for row in compare(find_runs([tmp_path])[0]).rows]
+    assert labels == ["ditto, finetune_lr = 0.2", "ditto, finetune_lr = 0.3"]
