@@ -151,6 +151,17 @@ def test_runs_without_such_an_evaluation_have_no_section_and_no_row(record: Reco
     assert [[row[1] for row in table] for table in tables(section(tmp_path))] == [["ditto"], ["ditto"]]
 
 
+def test_a_run_that_made_none_beside_some_that_did_is_not_counted_and_not_missed(
+    record: Record, tmp_path: Path
+) -> None:
+    for seed in (1, 2):
+        record(tmp_path / f"a{seed}", models=DITTO, method="ditto", seed=seed)
+    record(tmp_path / "b", method="ditto", seed=3, holdout=0.2)
+    blocks = section(tmp_path)
+    assert tables(blocks)[0] == [["digits, vit", "ditto", "40.0 ± 0.0 (2)", "90.0 ± 0.0 (2)", "65.0 ± 0.0 (2)"]]
+    assert "Not in the figure" not in words(blocks)
+
+
 def test_the_clients_of_each_run_are_sorted_before_the_mean() -> None:
     """The worst are 20 and 40, the best 60 and 40."""
     up = sorted_clients([[0.6, 0.2], [0.4, 0.4]], higher_is_better=True, scale=100)
