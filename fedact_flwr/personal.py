@@ -54,7 +54,10 @@ def write_clients(folder: Path, server_round: int, clients: Sequence[Row]) -> No
 
 def read_clients(folder: Path) -> list[dict[str, float]]:
     """The rows of a record's file, none where there is no such file. Raises ValueError and OSError."""
-    return [{key: float(value) for key, value in row.items()} for row in _rows(folder)]
+    try:
+        return [{key: float(value) for key, value in row.items()} for row in _rows(folder)]
+    except (ValueError, TypeError, csv.Error) as error:  # TypeError: fewer or more values than the header has names
+        raise ValueError(f"{PERSONAL_FILE}: not a table of numbers") from error
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,9 @@ from tasks import TASKS
 from tasks.task import Task
 
 # Settings of how one learns, and not of what is learned; rows differ by them. What follows from others comes first.
-OF_EACH_METHOD = ("lr", "weight_decay", "server_lr", "beta1", "beta2", "alpha", "gamma", "method", "local_optimizer")
+OF_EACH_METHOD = (
+    "finetune_lr", "lr", "weight_decay", "server_lr", "beta1", "beta2", "alpha", "gamma", "method", "local_optimizer",
+)  # fmt: skip
 OF_ALL_METHODS = ("wire_delta", "aggregation", "trim", "weighting", "norm_gate", "norm_gate_factor", "clip_norm")
 ROW_KEYS = tuple(
     dict.fromkeys(
@@ -30,7 +32,9 @@ ROW_KEYS = tuple(
 )
 TOLD_BY = ("split", "dirichlet_alpha", "model", "task")  # of conditions, rather than by what follows from these
 # Settings that change what is seen of a run, and not the run.
-OBSERVING = ("evaluate_every", "client_evaluation", "diagnostics", "top_p", "tokens_per_parameter")
+OBSERVING = (
+    "evaluate_every", "client_evaluation", "personal_every", "diagnostics", "top_p", "tokens_per_parameter",
+)  # fmt: skip
 
 Values = Mapping[str, Any]  # of settings
 
@@ -139,6 +143,11 @@ class Comparison:
             if len({value for of_method in values.values() for value in of_method}) > 1:
                 found[key] = {method: list(of_method) for method, of_method in values.items()}
         return found
+
+    @property
+    def usual_seeds(self) -> int:
+        """How many runs most cells have."""
+        return statistics.mode(len(cell) for cell in self.cells.values())
 
     def finals(self, row: Row, column: Column) -> dict[int, float]:
         """The target after the last evaluated round, by seed."""

@@ -33,6 +33,11 @@ class Curve(NamedTuple):
     deviation: NDArray
 
 
+def mean_curve(x: NDArray, values: NDArray) -> Curve:
+    """The mean of ``values``, shape (runs, n), and their standard deviation, which one run has none of."""
+    return Curve(x, values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(x)))
+
+
 def curves(panels: Mapping[str, Mapping[str, Curve]], x_label: str, y_label: str, labels: Sequence[str]) -> str:
     """An SVG with a panel for each title, of curves by label; the place of a label in ``labels`` gives its colour."""
 

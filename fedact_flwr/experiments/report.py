@@ -16,7 +16,8 @@ from rich.console import Console
 from fedact_flwr.experiments.comparison import ROW_KEYS, Column, Comparison, Row, compare
 from fedact_flwr.experiments.document import Block, Figure, Heading, Paragraph, Table, write_document
 from fedact_flwr.experiments.paper import against_paper
-from fedact_flwr.experiments.pictures import Curve, Grid, curves, maps, split_svg
+from fedact_flwr.experiments.personal import personalized
+from fedact_flwr.experiments.pictures import Curve, Grid, curves, maps, mean_curve, split_svg
 from fedact_flwr.experiments.runs import (
     RUNS_FOLDER,
     SWEEP_FILE,
@@ -28,6 +29,7 @@ from fedact_flwr.experiments.runs import (
     show,
 )
 from fedact_flwr.experiments.sweep import CURRENT_FILE, TUNING_FILE, Sweep, read_sweep
+from fedact_flwr.experiments.wording import scale_of, spread, target_words
 from fedact_flwr.failure import BAD_SETTINGS, fail
 from fedact_flwr.record import CLIENTS_FILE
 from fedact_flwr.settings import Settings, SettingsError, dump, parse, read_defaults
@@ -78,6 +80,7 @@ def report(
             *map(Paragraph, about),
             *_overview(comparison, unreadable),
             *_results(comparison),
+            *personalized(comparison),
             *(against_paper(comparison) if against_the_paper else []),
             *_tuning(sweeps),
             *_over_rounds(comparison),
@@ -174,14 +177,13 @@ def _left_out(comparison: Comparison, unreadable: Sequence[Unreadable]) -> list[
 
 def _results(comparison: Comparison) -> list[Block]:
     """The table, and what its first places are worth."""
-    usual = statistics.mode(len(cell) for cell in comparison.cells.values())
     winners = {column: comparison.ranking(column)[0] for column in comparison.columns}
     rows, bold = [], set()
     for i, row in enumerate(comparison.rows):
         entries = [row.label]
         for j, column in enumerate(comparison.columns):
             finals = list(comparison.finals(row, column).values())
-            entries.append(_spread(finals, column, usual))
+            entries.append(spread(finals, column.task.target, comparison.usual_seeds))
             if winners[column] == row and len(comparison.ranking(column)) > 1:
                 bold.add((i, j + 1))
         rows.append(entries)
@@ -197,7 +199,7 @@ def _results(comparison: Comparison) -> list[Block]:
     ]
     there = [i for i in range(len(OTHER_METRICS)) if any(entries[i + 2] != "-" for entries in others)]
     if there:
-        header = ["condition", "method", *(_target_words(OTHER_METRICS[i]) for i in there)]
+        header = ["condition", "method", *(target_words(OTHER_METRICS[i]) for i in there)]
         blocks.append(Paragraph("What else was measured after the last round:"))
         blocks.append(Table(header, [[*entries[:2], *(entries[i + 2] for i in there)] for entries in others]))
 
@@ -226,13 +228,13 @@ def _tuning(sweeps: Sequence[SweepFolder]) -> list[Block]:
         rows = []
         for tuned in each.tuning:
             cell = ", ".join(f"{key} = {show(value)}" for key, value in tuned.cell.items()) or "all"
-            scale = _scale_of(tuned.target)
+            scale = scale_of(tuned.target)
             ends = ("failed" if mean is None else f"{scale * mean:.4g}" for _, mean in tuned.by_lr)
             tried = ", ".join(f"{lr:g}: {end}" for (lr, _), end in zip(tuned.by_lr, ends, strict=True))
             rates = [lr for lr, _ in tuned.by_lr]
             edge = tuned.best in (min(rates), max(rates)) and len(rates) > 1
             best = "none" if tuned.best is None else f"{tuned.best:g}"
-            rows.append([cell, best, "the edge of the grid" if edge else "", f"{_target_words(tuned.target)}: {tried}"])
+            rows.append([cell, best, "the edge of the grid" if edge else "", f"{target_words(tuned.target)}: {tried}"])
         seeds = ", ".join(map(str, each.sweep.tune.seeds))
         words = f"The best by the mean of the final target over the tuning seeds ({seeds}), and all that was tried."
         name = f", {each.sweep.title or each.folder.name}" if len(sweeps) > 1 else ""
@@ -253,12 +255,12 @@ def _over_rounds(comparison: Comparison) -> list[Block]:
             found = {
                 row.label: curve
                 for row in comparison.rows
-                if (curve := _curve(comparison.cells.get((row, column), ()), key, _scale_of(key))) is not None
+                if (curve := _curve(comparison.cells.get((row, column), ()), key, scale_of(key))) is not None
             }
             if found:
                 panels[column.label] = found
         if panels:
-            what = _target_words(key) if key in targets else CURVES[key]
+            what = target_words(key) if key in targets else CURVES[key]
             caption = f"{what[0].upper()}{what[1:]} over rounds: mean over seeds, band of one standard deviation."
             blocks.append(Figure(f"rounds-{key}", caption, curves(panels, "round", what, labels)))
     return [Heading("Over rounds"), *blocks] if blocks else []
@@ -272,8 +274,7 @@ def _curve(runs: Sequence[Run], key: str, scale: float) -> Curve | None:
     if not rounds:
         return None
     values = scale * np.array([[run[r] for r in rounds] for run in by_run])
-    deviation = values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(rounds))
-    return Curve(np.array(rounds), values.mean(0), deviation)
+    return mean_curve(np.array(rounds), values)
 
 
 def _sensitivity(comparison: Comparison) -> list[Block]:
@@ -431,43 +432,23 @@ def _runs(comparison: Comparison) -> list[Block]:
     ]
 
 
-def _scale_of(key: str) -> float:
-    return 100.0 if key.endswith("accuracy") else 1.0
-
-
 def _scale(column: Column) -> float:
     """Shares in percent."""
-    return _scale_of(column.task.target)
-
-
-def _target_words(key: str) -> str:
-    return key.replace("_", " ") + (" %" if _scale_of(key) != 1 else "")
+    return scale_of(column.task.target)
 
 
 def _target(column: Column) -> str:
-    return _target_words(column.task.target)
+    return target_words(column.task.target)
 
 
 def _scaled(comparison: Comparison, row: Row, column: Column) -> list[float]:
     return [_scale(column) * value for value in comparison.finals(row, column).values()]
 
 
-def _spread(values: Sequence[float], column: Column, usual: int) -> str:
-    """Mean and standard deviation, and of how many where that is not the usual number."""
-    if not values:
-        return "-"
-    scaled = [_scale(column) * value for value in values]
-    digits = 1 if _scale(column) != 1 else 3
-    text = f"{statistics.fmean(scaled):.{digits}f}"
-    if len(scaled) > 1:
-        text += f" ± {statistics.stdev(scaled):.{digits}f}"
-    return text if len(values) == usual else f"{text} ({len(values)})"
-
-
 def _metric(runs: Sequence[Run], key: str) -> str:
     """Mean and standard deviation after the last evaluated round, of what is not the target."""
     finals = [run.final for run in runs if run.final and run.task.target != key]
-    values = [_scale_of(key) * final[key] for final in finals if final.get(key) is not None]
+    values = [scale_of(key) * final[key] for final in finals if final.get(key) is not None]
     if not values:
         return "-"
     spread = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
