@@ -145,9 +145,7 @@ def parse(config: Mapping[str, Any]) -> Settings:
                 f"{key} = {AUTO!r}: task {config['task']!r} has no value for method {config['method']!r} or its "
                 f"family; allowed is a number"
             )
-    if resolved["finetune_lr"] == AUTO:
-        resolved["finetune_lr"] = resolved["lr"]
-    for key in ("alpha", "gamma", "client_gpus", *LANGUAGE_AUTO):
+    for key in ("alpha", "gamma", "client_gpus", "finetune_lr", *LANGUAGE_AUTO):
         if resolved[key] == AUTO:
             resolved[key] = None
     try:

@@ -73,7 +73,7 @@ class ServerSettings(WireSettings):
     node_timeout: NonNegativeFloat
     client_evaluation: bool
     personal_every: NonNegativeInt
-    finetune_lr: NonNegativeFloat
+    finetune_lr: NonNegativeFloat | None
 
     def learning_rate(self, server_round: int) -> float:
         """eta_r, constant within the round; rounds count from 1.
@@ -469,7 +469,9 @@ class FederatedStrategy(Strategy):
         sampled = sorted(generator.choice(settings.clients, settings.clients_per_round, replace=False).tolist())
         if partitions is not None:
             sampled = list(partitions)
-        personal = kind == wire.PERSONAL_EVALUATION
+        lr = settings.learning_rate(server_round)
+        if kind == wire.PERSONAL_EVALUATION:
+            lr = settings.lr if settings.finetune_lr is None else settings.finetune_lr
         nodes = self._hosts.find(sampled, grid)
         self._round, self._num_asked = server_round, len(sampled)
         self._asked = []
@@ -481,7 +483,7 @@ class FederatedStrategy(Strategy):
                 {
                     wire.PARTITION: partition,
                     wire.SEED: derive_seed(settings.seed, server_round, partition, kind),
-                    wire.LR: settings.finetune_lr if personal else settings.learning_rate(server_round),
+                    wire.LR: lr,
                     wire.STEPS_DONE: self.steps_done,
                     wire.ROUND: server_round,
                     wire.FOLDED: self.folded.get(partition, 0),

@@ -95,14 +95,10 @@ class Unreadable:
 
 
 def effective(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with numbers where alpha and gamma are "auto", and "auto" where finetune_lr is the lr.
-
-    Resolved, finetune_lr would differ wherever the lr does, which would say nothing more.
-    """
+    """Settings with numbers where alpha and gamma are "auto"."""
     tau = settings["tau"]
     usual = {"alpha": 1 / tau if tau else AUTO, "gamma": tau}
-    numbers = {key: usual.get(key, value) if value == AUTO else value for key, value in settings.items()}
-    return numbers | ({"finetune_lr": AUTO} if settings["finetune_lr"] == settings["lr"] else {})
+    return {key: usual.get(key, value) if value == AUTO else value for key, value in settings.items()}
 
 
 def show(value: object) -> str:
@@ -117,7 +113,7 @@ def read_run(folder: Path) -> Run | Unreadable:
         return Unreadable(folder, f"{SETTINGS_FILE} is not there")
     try:
         own = read_file(folder / SETTINGS_FILE)
-        settings = _defaults() | {"finetune_lr": own.get("lr", _defaults()["lr"])} | own
+        settings = _defaults() | own
         _check_settings(settings)
         rounds = _read_rounds(folder / ROUNDS_FILE)
         run = Run(folder, settings, rounds, *_end(folder))

@@ -100,11 +100,13 @@ def test_all_clients_measure_and_training_does_not_notice(method: str, make_sett
 def test_the_rate_of_fine_tuning_is_not_the_schedules(make_settings: MakeSettings) -> None:
     """ "auto" is lr, and 0 leaves the model as it is."""
     settings = make_settings(**SMALL, personal_every=3)
-    assert settings.finetune_lr == settings.lr
+    assert dump(settings)["finetune_lr"] == "auto"
     same = read_clients(run(make_settings(**(SMALL | {"name": "same"}), personal_every=3, finetune_lr=0.0)))
     assert all(row["tuned_loss"] == row["global_loss"] for row in same)
     auto = read_clients(run(settings))
     assert all(row["tuned_loss"] < row["global_loss"] for row in auto)
+    given = run(make_settings(**(SMALL | {"name": "given"}), personal_every=3, finetune_lr=settings.lr))
+    assert read_clients(given) == auto
 
 
 def test_a_client_that_can_not_measure_is_named(make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch) -> None:

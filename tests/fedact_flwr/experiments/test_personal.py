@@ -235,7 +235,7 @@ def test_methods_with_learning_rates_of_their_own_share_a_condition(record: Reco
     record(tmp_path / "b", models=FEDAVG[0], method="local_adamw", lr=0.01, seed=1)
     record(tmp_path / "c", models=DITTO, method="ditto", lr=0.1, seed=2, personal_every=2)
     old = record(tmp_path / "d", models=FEDAVG[0], method="local_adamw", lr=0.01, seed=2) / "settings.toml"
-    old.write_text(old.read_text().replace("finetune_lr = 0.01\n", ""))
+    old.write_text(old.read_text().replace('finetune_lr = "auto"\n', ""))
     assert "finetune_lr" not in old.read_text()
     record(tmp_path / "e", models=DITTO, method="fedavg", lr=0.01, finetune_lr=0.1, seed=1)
     comparison = compare(find_runs([tmp_path])[0])
