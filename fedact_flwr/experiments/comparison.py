@@ -9,7 +9,7 @@ from typing import Any
 from scipy.stats import ttest_rel
 
 from clients.local_optimizers import LOCAL_OPTIMIZERS
-from fedact_flwr.experiments.runs import MACHINE, Run, show
+from fedact_flwr.experiments.runs import MACHINE, READ_BY, Run, show
 from fedact_flwr.failure import COMPLETED
 from fedact_flwr.settings import AUTO, Settings, method_settings
 from strategies import STRATEGIES
@@ -65,6 +65,9 @@ class Column:
     @property
     def label(self) -> str:
         values = dict(self.own)
+        for key, splits in READ_BY.items():
+            if values.get("split", splits[0]) not in splits:
+                values.pop(key, None)
         names = [str(values.pop(key)) for key in ("task", "model") if key in values]
         if values.get("split", "dirichlet") == "dirichlet" and "dirichlet_alpha" in values:
             names.append(f"Dir({show(values.pop('dirichlet_alpha'))})")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -23,6 +24,7 @@ STYLE: Any = {
 COLOURS = [matplotlib.colormaps["tab10"](i) for i in range(10) if i != 7]  # which is grey
 DASHES = ("-", "--", ":", "-.")
 PANELS = 3  # beside each other
+TITLE = 40  # characters of a line of a panel's title
 
 
 class Curve(NamedTuple):
@@ -51,7 +53,7 @@ def curves(panels: Mapping[str, Mapping[str, Curve]], x_label: str, y_label: str
             axes.fill_between(curve.x, low, high, color=colour, alpha=0.15, linewidth=0)
         if all(np.equal(curve.x, np.round(curve.x)).all() for curve in panels[title].values()):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_title(title)
+        axes.set_title(fill(title, TITLE))
         axes.set_xlabel(x_label)
 
     return _panels(list(panels), draw, y_label, legend=len(labels) if len(labels) > 1 else 0)
@@ -83,7 +85,7 @@ def maps(panels: Mapping[str, Grid], x_label: str, y_label: str) -> str:
                 axes.text(
                     j, i, f"{value:.4g}", ha="center", va="center", color="white" if dark else "black", fontsize=8
                 )
-        axes.set_title(title)
+        axes.set_title(fill(title, TITLE))
         axes.set_xlabel(x_label)
 
     return _panels(list(panels), draw, y_label, legend=0)

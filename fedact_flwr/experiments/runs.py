@@ -17,6 +17,7 @@ from tasks import TASKS
 from tasks.task import Task
 
 SWEEP_FILE, TUNING_FOLDER, RUNS_FOLDER = "sweep.toml", "tuning", "runs"  # of a sweep's folder
+READ_BY = {"dirichlet_alpha": ("dirichlet", "dirichlet_priors"), "classes_per_client": ("by_class",)}  # which splits
 UNFINISHED = "unfinished"  # ended without a word
 TEXTS = ("failed", "reports")  # keys of a round's line that hold lists of text
 RECORD_FILES = (SETTINGS_FILE, ROUNDS_FILE, SUMMARY_FILE, LOG_FILE)
@@ -95,10 +96,11 @@ class Unreadable:
 
 
 def effective(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with numbers where alpha and gamma are "auto"."""
+    """Settings with numbers where alpha and gamma are "auto", and the default where the split does not read one."""
     tau = settings["tau"]
     usual = {"alpha": 1 / tau if tau else AUTO, "gamma": tau}
-    return {key: usual.get(key, value) if value == AUTO else value for key, value in settings.items()}
+    unused = {key: _defaults()[key] for key, splits in READ_BY.items() if settings["split"] not in splits}
+    return {key: usual.get(key, value) if value == AUTO else value for key, value in settings.items()} | unused
 
 
 def show(value: object) -> str:

@@ -296,6 +296,16 @@ def test_conditions_are_told_apart_by_few_settings_and_all_are_said(record: Reco
     assert "in model, clients, rounds, task. Each" in comparison.notes[0]
 
 
+def test_a_split_is_told_by_what_it_reads(record: Record, tmp_path: Path) -> None:
+    """The concentration of a Dirichlet split tells no runs by classes apart, and says nothing of them."""
+    for i, alpha in enumerate((0.1, 0.6)):
+        record(tmp_path / f"a{i}", [0.1, 0.5], split="dirichlet", dirichlet_alpha=alpha, classes_per_client=2 + i)
+        record(tmp_path / f"b{i}", [0.1, 0.5], split="by_class", dirichlet_alpha=alpha, seed=i)
+    comparison = compare(find_runs([tmp_path])[0])
+    assert {column.label for column in comparison.columns} == {"Dir(0.1)", "Dir(0.6)", "split = by_class"}
+    assert sorted(len(cell) for cell in comparison.cells.values()) == [1, 1, 2]
+
+
 def test_a_setting_can_be_ignored(record: Record, tmp_path: Path) -> None:
     record(tmp_path / "a", [0.1, 0.5], data="here", task="fashion_mnist")
     record(tmp_path / "b", [0.1, 0.5], data="there", task="fashion_mnist", seed=1)
