@@ -121,6 +121,8 @@ class FedClient(NumPyClient):
         for record, named in returned.items():
             if odd := [name for name, array in named.items() if not wire.all_finite(array)]:
                 raise NonFinite(f"{record} {odd[0]} is not finite after {steps} steps{WHAT_HELPS}")
+        if odd := [what for what, tensors in finished.kept.items() if not all(t.isfinite().all() for t in tensors)]:
+            raise NonFinite(f"the client's own {odd[0]} is not finite after {steps} steps{WHAT_HELPS}")
         if keeps(settings):
             new_state = dict(finished.kept)
             if settings.derives_correction:

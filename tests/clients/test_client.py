@@ -288,7 +288,7 @@ def nan_gradient(model: nn.Module) -> Tensor:
     return (w - w.detach()).abs().sqrt().sum()
 
 
-@pytest.mark.parametrize("method", ["fedact", "scaffold"])
+@pytest.mark.parametrize("method", ["fedact", "scaffold", "local_only"])
 @pytest.mark.parametrize(
     ("step", "fault", "message"),
     [
