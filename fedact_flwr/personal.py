@@ -41,6 +41,16 @@ def targets(task: Task) -> list[str]:
     return [f"{kind}_{task.target}" for kind in wire.KINDS]
 
 
+def in_words(line: Mapping[str, Any], task: Task) -> str:
+    """A round's line, if it has such an evaluation, for people; else nothing."""
+    found = [
+        f"{kind} {line[key]:.4f} (worst tenth {line[f'{key}_{WORST}']:.4f})"
+        for kind, key in zip(wire.KINDS, targets(task), strict=True)
+        if line.get(key) is not None
+    ]
+    return f"{task.target} on what the clients hold out: {', '.join(found)}" if found else ""
+
+
 def write_clients(folder: Path, server_round: int, clients: Sequence[Row]) -> None:
     """Add the rows of a round; those of it and of later ones, which a run that was resumed may have left, go."""
     new = [{"round": server_round, "client": int(c[wire.PARTITION]), **_measured(c)} for c in clients]

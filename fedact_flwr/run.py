@@ -20,6 +20,7 @@ from fedact_flwr.budget import with_budget
 from fedact_flwr.checkpoint import FOLDER as CHECKPOINTS
 from fedact_flwr.failure import BAD_SETTINGS, FAILED, INTERRUPTED, RUN_FAILED, RUN_INTERRUPTED, fail
 from fedact_flwr.orphan import end_with_parent
+from fedact_flwr.personal import in_words
 from fedact_flwr.progress import Follow
 from fedact_flwr.record import (
     LOG_FILE,
@@ -96,6 +97,8 @@ def run(files: Sequence[Path], overrides: Sequence[str], engine: Engine, ray: st
         fail(f"the run failed: {cause}; log: {folder / LOG_FILE}", RUN_FAILED)
     with contextlib.suppress(OSError):  # nobody may be there to read it
         console.print(follow.table())
+        if follow.lines and (personal := in_words(follow.lines[-1], TASKS[settings.task])):
+            console.print(personal, highlight=False, soft_wrap=True)
         console.print(f"record: {folder}", highlight=False, soft_wrap=True, markup=False)
 
 

@@ -11,7 +11,7 @@ from clients.client import FedClient
 from fedact_flwr import server_app
 from fedact_flwr.client_app import app as client_app
 from fedact_flwr.inprocess import run_inprocess
-from fedact_flwr.personal import read_clients, spread_over_clients, write_clients
+from fedact_flwr.personal import in_words, read_clients, spread_over_clients, write_clients
 from fedact_flwr.server_app import check
 from fedact_flwr.settings import Settings, SettingsError, check_own_settings, dump, parse, read_defaults
 from tasks import TASKS
@@ -71,6 +71,14 @@ def test_the_file_has_each_evaluation_once(tmp_path: Path) -> None:
     assert (tmp_path / "personal.csv").read_text() == text
     assert read_clients(tmp_path)[0] == {"round": 2, "client": 1, "held_out": 10, "global_accuracy": 0.25}
     assert read_clients(tmp_path / "none") == []
+
+
+def test_a_rounds_line_in_words() -> None:
+    line = {"global_accuracy": 0.5, "global_accuracy_worst": 0.25, "tuned_accuracy": 0.75, "tuned_accuracy_worst": 0.7}
+    assert in_words({"accuracy": 0.5}, TASKS["digits"]) == ""
+    assert in_words(line, TASKS["digits"]) == (
+        "accuracy on what the clients hold out: global 0.5000 (worst tenth 0.2500), tuned 0.7500 (worst tenth 0.7000)"
+    )
 
 
 # ---- whole runs
