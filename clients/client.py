@@ -1,10 +1,11 @@
 """The client: a Flower NumPyClient that trains and evaluates one partition's data."""
 
+import math
 import time
 import warnings
 from collections.abc import Mapping
 from functools import cache
-from logging import INFO
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from clients.diagnostics import positive_score_ratio, top_score_mass
 from clients.local_round import LocalRound
 from clients.methods import CLIENT_METHODS, keeps
 from clients.optimizers import ActAdamW
-from clients.personal import BUFFERS
+from clients.personal import BUFFERS, is_in
 from clients.settings import LocalSettings
 from clients.state import ClientState
 from clients.training import WHAT_HELPS, NonFinite, batches, num_examples, train
@@ -151,8 +152,10 @@ class FedClient(NumPyClient):
             record: decode(record, v, settings.format(record), model.keys() - trainable.keys(), model)
             for record, v in parameters.items()
         }
-        own = {name: trainable[name] for name in method.layers(settings, trainable)}
-        buffers = {name: t for name, t in exchanged_state(self.model).items() if name not in trainable}
+        layers = method.layers(settings, trainable) if method.layers else None
+        in_layers = {n: t for n, t in exchanged_state(self.model).items() if layers is None or is_in(n, layers)}
+        own = {name: t for name, t in in_layers.items() if name in trainable}
+        buffers = {name: t for name, t in in_layers.items() if name not in trainable}
         like = {what: buffers if what == BUFFERS else own for what in method.keeps}
         derives = settings.derives_correction and wire.CORRECTION not in message
         kept = self._state(config).load(folded, {**like, wire.MODEL: trainable} if derives else like)
@@ -213,10 +216,12 @@ class FedClient(NumPyClient):
 
         * global: the received one
         * personal: the client's own, where the method has such
-        * tuned: the received one after an epoch on the client's examples, at config's learning rate, with the method's
-          local optimizer as a client has it that takes part for the first time
+        * tuned: the received one after an epoch on the client's examples, in whole batches, at config's learning rate,
+          with the method's local optimizer as a client has it that takes part for the first time; no metrics where
+          that leaves the numbers
 
-        Nothing is kept. Returns the task's metrics, each with the model's kind before its name. Raises as `fit` does.
+        Nothing is kept. Returns the task's metrics, each with the model's kind before its name. Raises as `fit` does,
+        but for `clients.training.NonFinite`.
         """
         with memory_errors_explained(self.settings):
             return self._evaluate_personally(parameters, config)
@@ -229,8 +234,14 @@ class FedClient(NumPyClient):
             method.take_up(self._begin(parameters, config, 1, config[wire.FOLDED]))
             found[wire.PERSONAL] = self.task.evaluate(self.model, self.held_out)
         steps = self._steps_per_epoch()
-        self._train(method.make_optimizer(self._begin(parameters, config, steps, 0)), steps, config[wire.SEED])
-        found[wire.TUNED] = self.task.evaluate(self.model, self.held_out)
+        optimizer = method.make_optimizer(self._begin(parameters, config, steps, 0))
+        try:
+            self._train(optimizer, steps, config[wire.SEED])
+            tuned = self.task.evaluate(self.model, self.held_out)
+        except NonFinite as error:
+            log(WARNING, "partition %s, fine-tuning: %s", config[wire.PARTITION], error)
+        else:
+            found |= {wire.TUNED: tuned} if all(map(math.isfinite, tuned.values())) else {}
         metrics = {f"{kind}_{key}": value for kind, each in found.items() for key, value in each.items()}
         bookkeeping = {wire.PARTITION: config[wire.PARTITION], wire.NUM_EXAMPLES: num_examples(self.held_out)}
         return metrics | bookkeeping

@@ -32,10 +32,9 @@ class LocalRound:
         What the method keeps on this client between rounds, as the last round left it; 0 at first.
     folded : int
         The round that left it; 0 where there was none.
-    own : mapping of str to Tensor
-        Those of ``trainable`` that ``kept`` has tensors for.
-    buffers : mapping of str to Tensor
-        The model's persistent buffers by name, which training changes.
+    own, buffers : mapping of str to Tensor
+        Those of ``trainable``, and of the model's persistent buffers, that are in the layers of which the method keeps
+        something (`clients.methods.ClientMethod.layers`).
     train : callable
         Does the round's K steps with an optimizer, on the client's examples in another order, from where the model is.
     """

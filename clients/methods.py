@@ -62,8 +62,8 @@ class ClientMethod:
     keeps : tuple of str
         What it keeps on the client between rounds, each shaped like the parameters (`clients.personal.BUFFERS`: like
         the buffers) and 0 at first.
-    layers : callable
-        Of which of the parameters, given their names; by default of all.
+    layers : callable, optional
+        Of which layers, given the names of the trainable parameters; by default of all.
     take_up : callable, optional
         For methods whose clients have models of their own: makes that of the global one, in place.
     finish : callable
@@ -78,7 +78,7 @@ class ClientMethod:
     settings: tuple[str, ...] = ()
     local_optimizer: str | None = None
     keeps: tuple[str, ...] = ()
-    layers: Callable[[LocalSettings, Collection[str]], list[str]] = lambda settings, names: list(names)
+    layers: Callable[[LocalSettings, Collection[str]], list[str]] | None = None
     take_up: Callable[[LocalRound], None] | None = None
     finish: Callable[[LocalRound, Optimizer], Finished] = lambda local, optimizer: Finished()
     note: Callable[[LocalSettings], str | None] = lambda settings: None
@@ -274,7 +274,7 @@ CLIENT_METHODS: dict[str, ClientMethod] = {
         own_layers,
         settings=("personal_layers",),
         local_optimizer="sgd",
-        keeps=(wire.DELTA,),
+        keeps=(wire.DELTA, BUFFERS),
         layers=personal_layers,
         take_up=take_up,
         finish=keep_own_layers,

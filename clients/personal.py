@@ -1,10 +1,10 @@
 """The client half of methods whose clients have models of their own.
 
-What is a client's own is Delta_i, the difference to the model that it received: of all parameters, or, in FedPer, of
-some layers. Its own model is x + Delta_i, with x the newest global one. Ditto's own models are whole ones.
+A client's own model is x + Delta_i, with x the newest global one: Delta_i is of all parameters, or, in FedPer, of some
+layers. Ditto's own models are whole ones. In local_only, FedPer and Ditto its buffers are its own, too.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -21,19 +21,27 @@ PERSONAL = "personal"  # likewise: Ditto's model v_i
 
 
 def personal_layers(settings: LocalSettings, names: Collection[str]) -> list[str]:
-    """Which of these parameters the setting ``personal_layers`` means; "auto" is those of the last one's module."""
+    """The layers that the setting ``personal_layers`` names, of a model whose trainable parameters have these names.
+
+    "auto" is the last one's: its module, of an adapter the module that it adapts, or itself where it is in none.
+    """
+    last = list(names)[-1]
+    auto = last.partition(".lora_")[0] if ".lora_" in last else last.rpartition(".")[0] or last
     layers = [layer.strip() for layer in settings.personal_layers.split(",")]
-    if settings.personal_layers == "auto":
-        layers = [list(names)[-1].rpartition(".")[0]]
-    return [name for name in names if any(f"{name}.".startswith(f"{layer}.") for layer in layers)]
+    return [auto if layer == "auto" else layer for layer in layers]
+
+
+def is_in(name: str, layers: Collection[str]) -> bool:
+    """Whether a parameter or buffer is one of these layers, or below one."""
+    return any(f"{name}.".startswith(f"{layer}.") for layer in layers)
 
 
 @torch.no_grad()
 def take_up(local: LocalRound) -> None:
     """From x to x + Delta_i."""
     torch._foreach_add_(list(local.own.values()), local.kept[wire.DELTA])
-    if local.kept.get(BUFFERS):
-        torch._foreach_add_(list(local.buffers.values()), local.kept[BUFFERS])
+    if local.folded and BUFFERS in local.kept:
+        _assign(local.buffers.values(), local.kept[BUFFERS])
 
 
 def own_layers(local: LocalRound) -> Optimizer:
@@ -45,17 +53,14 @@ def own_layers(local: LocalRound) -> Optimizer:
 @torch.no_grad()
 def keep_own_layers(local: LocalRound, optimizer: Optimizer) -> Finished:
     """Delta_i <- x_K - x^r of its own layers, which return as they came: what is a client's own stays with it."""
-    kept = {wire.DELTA: _stay_home(local, local.own)}
-    if BUFFERS in local.kept:
-        kept[BUFFERS] = _stay_home(local, local.buffers)
+    x = local.received(wire.MODEL, local.own)
+    kept = {
+        wire.DELTA: [p - x_p for p, x_p in zip(local.own.values(), x, strict=True)],
+        BUFFERS: [b.clone() for b in local.buffers.values()],
+    }
+    _assign(local.own.values(), x)
+    _assign(local.buffers.values(), local.received(wire.MODEL, local.buffers))
     return Finished(kept=kept)
-
-
-def _stay_home(local: LocalRound, named: Mapping[str, Tensor]) -> Sequence[Tensor]:
-    received = local.received(wire.MODEL, named)
-    moved = [t - x for t, x in zip(named.values(), received, strict=True)]
-    _assign(named.values(), received)
-    return moved
 
 
 @torch.no_grad()

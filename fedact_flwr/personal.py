@@ -14,6 +14,7 @@ from tasks.task import Task
 
 PERSONAL_FILE = "personal.csv"  # in a run's record: a row for each client and evaluation
 SD, WORST = "sd", "worst"
+PERSONAL_FAILURES, TUNED_FAILURES = "personal_failures", "tuned_failures"
 
 Row = Mapping[str, float]
 
@@ -22,23 +23,31 @@ def spread_over_clients(clients: Sequence[Row], task: Task) -> dict[str, float]:
     """Of each metric the mean over clients, each counted once; of the task's target also how far they lie apart.
 
     That is the standard deviation (of these clients, not of more that they would stand for) and the worst decile: the
-    mean of the tenth of the clients, rounded up, that have the worst values.
+    mean of the tenth of the clients, rounded up, that have the worst values. A metric that some client lacks, as it
+    does where its fine-tuning diverged, has none of these; ``tuned_failures`` counts those.
     """
-    found = {}
-    keys = [key for key in (clients[0] if clients else {}) if key.startswith(tuple(f"{kind}_" for kind in wire.KINDS))]
-    for key in keys:
+    if not clients:
+        return {}
+    found: dict[str, float] = {}
+    for key in sorted(set.intersection(*(set(_measured(client)) for client in clients))):
         values = [client[key] for client in clients]
         found[key] = statistics.fmean(values)
         if key in targets(task):
             worst = sorted(values, reverse=not task.higher_is_better)[: math.ceil(len(values) / 10)]
             found[f"{key}_{SD}"] = statistics.pstdev(values)
             found[f"{key}_{WORST}"] = statistics.fmean(worst)
+    found[TUNED_FAILURES] = sum(f"{wire.TUNED}_{task.target}" not in client for client in clients)
     return found
 
 
 def targets(task: Task) -> list[str]:
     """The task's target with the global, the personal and the fine-tuned model."""
     return [f"{kind}_{task.target}" for kind in wire.KINDS]
+
+
+def measured(task: Task, own_models: bool) -> list[str]:
+    """Those of them that every client must measure: fine-tuning may fail, and not every method has personal models."""
+    return [f"{kind}_{task.target}" for kind in ((wire.GLOBAL, wire.PERSONAL) if own_models else (wire.GLOBAL,))]
 
 
 def in_words(line: Mapping[str, Any], task: Task) -> str:
@@ -48,13 +57,30 @@ def in_words(line: Mapping[str, Any], task: Task) -> str:
         for kind, key in zip(wire.KINDS, targets(task), strict=True)
         if line.get(key) is not None
     ]
-    return f"{task.target} on what the clients hold out: {', '.join(found)}" if found else ""
+    failed = [
+        f"{words} {line[key]:g} clients"
+        for key, words in ((PERSONAL_FAILURES, "without"), (TUNED_FAILURES, "fine-tuning diverged on"))
+        if line.get(key)
+    ]
+    return f"{task.target} on what the clients hold out: {', '.join(found + failed)}" if found else ""
 
 
 def write_clients(folder: Path, server_round: int, clients: Sequence[Row]) -> None:
-    """Add the rows of a round; those of it and of later ones, which a run that was resumed may have left, go."""
-    new = [{"round": server_round, "client": int(c[wire.PARTITION]), **_measured(c)} for c in clients]
-    rows = [row for row in _rows(folder) if int(row["round"]) < server_round] + new
+    """Add the rows of a round."""
+    rows = [
+        {"round": server_round, "client": int(c[wire.PARTITION]), "held_out": c[wire.NUM_EXAMPLES], **_measured(c)}
+        for c in clients
+    ]
+    _write(folder, _rows(folder) + rows)
+
+
+def drop_clients_after(folder: Path, server_round: int) -> None:
+    """Drop the rows of later rounds, which a run that goes on from ``server_round`` makes again."""
+    if rows := _rows(folder):
+        _write(folder, [row for row in rows if int(row["round"]) <= server_round])
+
+
+def _write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
     writer.writeheader()
@@ -63,9 +89,12 @@ def write_clients(folder: Path, server_round: int, clients: Sequence[Row]) -> No
 
 
 def read_clients(folder: Path) -> list[dict[str, float]]:
-    """The rows of a record's file, none where there is no such file. Raises ValueError and OSError."""
+    """The rows of a record's file, none where there is no such file, without what a client did not measure.
+
+    Raises ValueError and OSError.
+    """
     try:
-        return [{key: float(value) for key, value in row.items()} for row in _rows(folder)]
+        return [{key: float(value) for key, value in row.items() if value != ""} for row in _rows(folder)]
     except (ValueError, TypeError, csv.Error) as error:  # TypeError: fewer or more values than the header has names
         raise ValueError(f"{PERSONAL_FILE}: not a table of numbers") from error
 
@@ -79,6 +108,5 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def _measured(client: Row) -> dict[str, float]:
-    return {"held_out": client[wire.NUM_EXAMPLES]} | {
-        key: value for key, value in client.items() if key not in (wire.PARTITION, wire.NUM_EXAMPLES)
-    }
+    kinds = tuple(f"{kind}_" for kind in wire.KINDS)
+    return {key: value for key, value in client.items() if key.startswith(kinds)}

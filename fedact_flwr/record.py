@@ -31,6 +31,7 @@ from torch import nn
 
 from fedact_flwr.failure import COMPLETED, FAILED, INTERRUPTED, RUNNING
 from fedact_flwr.files import write_whole
+from fedact_flwr.personal import drop_clients_after
 from fedact_flwr.settings import AUTO, SETTINGS_FILE, Settings, SettingsError, dump
 from fedact_flwr.sinks import Sinks
 from strategies.versions import machine, package_version, versions
@@ -99,6 +100,7 @@ class RunRecord:
         write_whole(self.folder / SETTINGS_FILE, tomli_w.dumps(config))
         (self.folder / SUMMARY_FILE).unlink(missing_ok=True)
         write_rounds(self.folder, self.rounds)
+        drop_clients_after(self.folder, self.rounds[-1]["round"] if self.rounds else 0)
         self._lines = self._open.enter_context((self.folder / ROUNDS_FILE).open("a"))
         self._sinks = Sinks(settings.sinks, config, self.folder, self.rounds)
 

@@ -17,11 +17,11 @@ from clients.client import exchanged_state, load_state, trainable_parameters
 from clients.device import UnavailableDevice, prepare_device
 from clients.diagnostics import DirectionConsistency
 from clients.methods import CLIENT_METHODS
-from clients.personal import personal_layers
+from clients.personal import is_in, personal_layers
 from fedact_flwr.budget import with_budget
 from fedact_flwr.checkpoint import MAY_CHANGE, Checkpoint, Checkpoints
 from fedact_flwr.orphan import end_with_flower
-from fedact_flwr.personal import spread_over_clients, write_clients
+from fedact_flwr.personal import measured, spread_over_clients, write_clients
 from fedact_flwr.record import RunRecord, record_to_resume
 from fedact_flwr.settings import (
     AUTO,
@@ -40,6 +40,7 @@ from strategies.seeds import derive_seed
 from tasks import TASKS
 from tasks.blocks import parameter_blocks
 from tasks.split import ImpossibleSplit, label_histograms, split_indices
+from tasks.task import BadData
 
 app = ServerApp()
 
@@ -82,6 +83,7 @@ def run(settings: Settings, grid: Grid) -> None:
             blocks=parameter_blocks(model),
             # beside the record where clients are on this machine; on any other no run has the same
             state_folder=f"{record.folder.name}/clients-{secrets.token_hex(4)}",
+            measured=measured(task, own_models=CLIENT_METHODS[settings.method].take_up is not None),
         )
         checkpoints = Checkpoints(record.folder, settings, task)
         # Flower ends a run that is stopped by handlers of its own, and may kill the process before they return here: it
@@ -183,10 +185,10 @@ def check(settings: Settings) -> None:
             f"metrics_to = {settings.metrics_to!r}: it needs packages that are not installed, {', '.join(missing)}; "
             f"see the optional dependencies in pyproject.toml"
         )
-    if settings.method == "fedper" and settings.personal_layers != AUTO:
-        _check_layers(settings)
     own_data = settings.split == "nodes"  # the nodes check theirs
     check_task(settings, train=not own_data, test=settings.evaluate_every > 0)
+    if settings.personal_layers != AUTO:
+        _check_layers(settings)
     try:
         prepare_device(settings.device, settings.threads)
         if not own_data:
@@ -196,9 +198,13 @@ def check(settings: Settings) -> None:
 
 
 def _check_layers(settings: Settings) -> None:
-    names = [name for name, _ in trainable_parameters(TASKS[settings.task].configured(settings).make_model(seed=0))]
-    for layer in (layer.strip() for layer in settings.personal_layers.split(",")):
-        if not personal_layers(settings.model_copy(update={"personal_layers": layer}), names):
+    try:
+        model = TASKS[settings.task].configured(settings).make_model(seed=0)
+    except BadData as error:
+        raise SettingsError(f"{error.key} = {getattr(settings, error.key)!r}: {error}") from None
+    names = [name for name, _ in trainable_parameters(model)]
+    for layer in personal_layers(settings, names):
+        if not any(is_in(name, [layer]) for name in names):
             modules = dict.fromkeys(name.split(".")[0] for name in names)
             raise SettingsError(
                 f"personal_layers = {settings.personal_layers!r}: the model has no parameter {layer!r} or below; "

@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from logging import ERROR, INFO, WARNING
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
@@ -108,6 +108,8 @@ class FederatedStrategy(Strategy):
         Names this run where clients keep their state: a relative path that no other run has.
     diagnose : callable, optional
         Makes the `Diagnosis` of a round.
+    measured : collection of str
+        The metrics that a client's answer to a personalized evaluation must have.
 
     Attributes
     ----------
@@ -151,12 +153,14 @@ class FederatedStrategy(Strategy):
         diagnose: Callable[[], Diagnosis] | None = None,
         blocks: Mapping[str, int] | None = None,
         state_folder: str = "clients",
+        measured: Collection[str] = (),
     ) -> None:
         self.settings = settings
         self.buffers = buffers
         self.blocks = blocks or {}
         self.state_folder = state_folder
         self.diagnose = diagnose
+        self.measured = measured
         self.model: Vectors = {}
         self.state: dict[str, Vectors] = {}
         self.rounds_done = 0
@@ -406,10 +410,20 @@ class FederatedStrategy(Strategy):
         if not every or (server_round % every and server_round < num_rounds):
             return ()
         self._encode_broadcast(server_round)
-        messages = self._ask(wire.PERSONAL_EVALUATION, server_round, self._sent, grid, range(self.settings.clients))
-        good = list(self._read(exchange(grid, messages, timeout), read_metrics))
-        self.round_metrics["personal_failures"] = self._num_asked - len(good)
+        clients, at_a_time = self.settings.clients, self.settings.clients_per_round
+        good: list[Mapping[str, float]] = []
+        for first in range(0, clients, at_a_time):  # no more at a time, and in its time, than a round has
+            group = range(first, min(first + at_a_time, clients))
+            messages = self._ask(wire.PERSONAL_EVALUATION, server_round, self._sent, grid, group)
+            good += self._read(exchange(grid, messages, timeout), self._read_measured)
+        self.round_metrics["personal_failures"] = clients - len(good)
         return good
+
+    def _read_measured(self, content: RecordDict, partition: int) -> Mapping[str, float]:
+        metrics = read_metrics(content, partition)
+        if missing := sorted(set(self.measured) - metrics.keys()):
+            raise BadReply(f"metric {missing[0]} is missing")
+        return metrics
 
     def summary(self) -> None:
         log(

@@ -24,7 +24,7 @@ from clients.fedlada import AmendedAMSGrad
 from clients.local_round import LocalRound
 from clients.methods import CLIENT_METHODS
 from clients.optimizers import ActAdamW
-from clients.personal import BUFFERS
+from clients.personal import BUFFERS, is_in
 from clients.state import ClientState
 from clients.training import batches, train
 from fedact_flwr import client_app, server_app
@@ -59,6 +59,13 @@ NARROW: dict[str, dict[str, Any]] = {  # on the wire
     "fedact+int8": {"method": "fedact", "wire_delta": "int8", "wire_correction": "int8", "wire_second_moment": "int8"},
     "fedact+derived": {"method": "fedact", "wire_correction": "derived"},
     "scaffold+int8": {"method": "scaffold", "wire_delta": "int8"},
+    "fedper+int8": {"method": "fedper", "wire_delta": "int8"},
+    "fedact_align+int8": {
+        "method": "fedact_align",
+        "wire_delta": "int8",
+        "wire_correction": "int8",
+        "wire_second_moment": "int8",
+    },
 }
 every_case = pytest.mark.parametrize("case", CASES)
 every_case_and_format = pytest.mark.parametrize("case", CASES | NARROW)
@@ -207,11 +214,17 @@ def random_message(settings: Settings) -> tuple[dict[str, dict[str, NDArray]], d
     return {wire.MODEL: first_arrays(), **records}, config
 
 
+def own_names(settings: Settings) -> list[str]:
+    """The parameters that the method keeps something of."""
+    arrays, layers = first_arrays(), CLIENT_METHODS[settings.method].layers
+    return [name for name in arrays if layers is None or is_in(name, layers(settings, arrays))]
+
+
 def keep_random_state(settings: Settings, folder: Path) -> dict[str, list[Tensor]]:
     """Put what round 1 left on the client where it looks for it."""
     generator = torch.Generator().manual_seed(6)
     method, arrays = CLIENT_METHODS[settings.method], first_arrays()
-    own = method.layers(settings, arrays)
+    own = own_names(settings)
     kept = {
         what: {name: torch.rand(arrays[name].shape, generator=generator) for name in own if what != BUFFERS}
         for what in method.keeps
@@ -237,7 +250,7 @@ def moved(settings: Settings, returned: Any, folder: Path) -> dict[str, NDArray]
     """x_K - x^r: what returns, and where that is 0, since it is the client's own, what it keeps."""
     delta = dict(returned[wire.DELTA])
     if settings.method in ALONE:
-        for name in CLIENT_METHODS[settings.method].layers(settings, delta):
+        for name in own_names(settings):
             assert not delta[name].any()
             delta[name] = kept_after(folder)[f"delta/{name}"]
     return delta
@@ -628,7 +641,7 @@ def test_three_rounds_learn(case: str, settings_of: MakeSettings) -> None:
         assert end["loss"] < 0.9 * start
     if CLIENT_METHODS[settings.method].take_up:
         assert end["personal_loss"] < 0.9 * start
-    assert end["tuned_loss"] != end["global_loss"]
+    assert end["tuned_loss"] < (end["global_loss"] if settings.method in ALONE else 0.9 * start)
 
 
 def claims(method: str) -> dict[str, tuple[int, int]]:

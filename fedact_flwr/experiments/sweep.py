@@ -25,6 +25,7 @@ from fedact_flwr.budget import with_budget
 from fedact_flwr.checkpoint import FOLDER as CHECKPOINTS
 from fedact_flwr.experiments.runs import MACHINE, RUNS_FOLDER, TUNING_FOLDER, Run, Unreadable, read_run, show
 from fedact_flwr.failure import COMPLETED, FAILED, RUNNING
+from fedact_flwr.personal import PERSONAL_FAILURES
 from fedact_flwr.record import SUMMARY_FILE
 from fedact_flwr.run import Engine, for_this_machine
 from fedact_flwr.settings import (
@@ -227,13 +228,12 @@ class Plan:
                 raise SettingsError(f"{path}: tune.seeds: {both[0]} is a seed to report; allowed are others")
             if self.common["evaluate_every"] == 0:
                 raise SettingsError(
-                    f"{path}: evaluate_every = 0: nothing tells learning rates apart; allowed is above 0"
+                    f"{path}: evaluate_every = 0: runs come to nothing that tells them apart; allowed is above 0"
                 )
-            if tune.by == "personal" and not any(
-                {**self.common, **own}["personal_every"] for own in self._combinations
-            ):
+            cells = list(dict.fromkeys(map(self._cell, self._combinations)))
+            if tune.by == "personal" and not all((self.common | dict(cell))["personal_every"] for cell in cells):
                 raise SettingsError(f"{path}: personal_every = 0: tune.by = 'personal' needs it; allowed is above 0")
-            for cell in dict.fromkeys(map(self._cell, self._combinations)):
+            for cell in cells:
                 self._trials[cell] = {
                     lr: [self._job(TUNING_FOLDER, dict(cell) | {"lr": lr, "seed": seed}) for seed in tune.seeds]
                     for lr in self._rates(cell)
@@ -330,8 +330,13 @@ class Plan:
 
 
 def _final(job: Job, target: str) -> float | None:
+    """None where the run failed, or clients whose part of the mean is missing: those left may be the easy ones."""
     record = job.record()
-    return record.final.get(target) if record and record.status == COMPLETED and record.final else None
+    if not record or record.status != COMPLETED or not record.final:
+        return None
+    if target != record.task.target and record.final.get(PERSONAL_FAILURES):
+        return None
+    return record.final.get(target)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from clients.client import FedClient, exchanged_state
 from clients.fedact_align import RealignedActAdamW
-from clients.personal import personal_layers
+from clients.personal import is_in, personal_layers
 from clients.training import batches
 from fedact_flwr.settings import Settings
 from strategies import wire
@@ -112,6 +112,7 @@ def close(ours: NDArray, theirs: Tensor | NDArray) -> None:
     ("layers", "names"),
     [
         ("auto", ["head.weight", "head.bias"]),
+        ("auto, norm.bias", ["norm.bias", "head.weight", "head.bias"]),
         ("norm", ["norm.weight", "norm.bias"]),
         ("norm.bias, head.weight", ["norm.bias", "head.weight"]),
         ("norm,head", ["norm.weight", "norm.bias", "head.weight", "head.bias"]),
@@ -120,7 +121,21 @@ def close(ours: NDArray, theirs: Tensor | NDArray) -> None:
 )
 def test_personal_layers(layers: str, names: list[str], make_settings: MakeSettings) -> None:
     settings = make_settings(method="fedper", personal_layers=layers)
-    assert personal_layers(settings, [name for name, _ in Normed().named_parameters()]) == names
+    all_names = [name for name, _ in Normed().named_parameters()]
+    found = personal_layers(settings, all_names)
+    assert [name for name in all_names if is_in(name, found)] == names
+
+
+@pytest.mark.parametrize(
+    ("last", "auto"),
+    [
+        ("head.bias", "head"),
+        ("model.layers.3.v_proj.lora_B.default.weight", "model.layers.3.v_proj"),  # and so its lora_A
+        ("temperature", "temperature"),
+    ],
+)
+def test_the_last_layer(last: str, auto: str, make_settings: MakeSettings) -> None:
+    assert personal_layers(make_settings(method="fedper"), ["first.weight", last]) == [auto]
 
 
 def test_a_client_alone_trains_as_if_there_were_no_server(make_settings: MakeSettings, tmp_path: Path) -> None:
@@ -134,7 +149,7 @@ def test_a_client_alone_trains_as_if_there_were_no_server(make_settings: MakeSet
     metrics = client.evaluate_personally({wire.MODEL: x}, config(tmp_path, 4))
     for what, named in (("delta", alone.named_parameters()), ("buffers", alone.named_buffers())):
         for name, t in named:
-            close(x[name] + kept(tmp_path, 3)[f"{what}/{name}"], t)
+            close(kept(tmp_path, 3)[f"{what}/{name}"] + (x[name] if what == "delta" else 0), t)
     assert metrics["personal_loss"] == pytest.approx(Line().evaluate(alone, HELD_OUT)["loss"], rel=1e-4)
     assert metrics["global_loss"] == pytest.approx(Line().evaluate(model_of(x), HELD_OUT)["loss"], rel=1e-6)
 
@@ -176,6 +191,32 @@ def test_dittos_own_model_trains_near_the_global_one(make_settings: MakeSettings
             close(returned[wire.DELTA][name] + (x[name] if end.dtype == np.float32 else 0), end)
     metrics = client.evaluate_personally({wire.MODEL: received(7)}, config(tmp_path, 3))
     assert metrics["personal_loss"] == pytest.approx(Line().evaluate(v, HELD_OUT)["loss"], rel=1e-4)
+
+
+def test_statistics_of_a_layer_of_its_own_stay_with_the_client(make_settings: MakeSettings, tmp_path: Path) -> None:
+    """Both rounds as if norm and its buffers were a client's alone, and the head the server's."""
+    client = client_of(make_settings(method="fedper", personal_layers="norm", **SGD))
+    client.fit({wire.MODEL: received(0)}, config(tmp_path, 1))
+    assert kept(tmp_path, 1).keys() == {
+        "delta/norm.weight", "delta/norm.bias",
+        "buffers/norm.running_mean", "buffers/norm.running_var", "buffers/norm.num_batches_tracked",
+    }  # fmt: skip
+    expected = model_of(received(0))
+    sgd_steps(expected, 11)
+    second = received(7)
+    with torch.no_grad():
+        expected.head.weight.copy_(torch.tensor(second["head.weight"]))
+        expected.head.bias.copy_(torch.tensor(second["head.bias"]))
+    metrics = client.evaluate_personally({wire.MODEL: second}, config(tmp_path, 2))
+    assert metrics["personal_loss"] == pytest.approx(Line().evaluate(expected, HELD_OUT)["loss"], rel=1e-4)
+    returned, _, _ = client.fit({wire.MODEL: second}, config(tmp_path, 2))
+    sgd_steps(expected, 12)
+    for name, end in arrays_of(expected).items():
+        if name.startswith("head"):
+            close(second[name] + returned[wire.DELTA][name], end)
+    close(kept(tmp_path, 2)["buffers/norm.running_mean"], expected.norm.running_mean)
+    for name in ("norm.weight", "norm.bias", "norm.running_mean", "norm.running_var"):
+        assert not returned[wire.DELTA][name].any()
 
 
 # ---- fedact_align
@@ -256,6 +297,14 @@ def test_tuning_is_a_round_of_a_client_without_a_past(make_settings: MakeSetting
     metrics = client.evaluate_personally({wire.MODEL: x}, config(tmp_path, 2, **{wire.SEED: 11}))
     tuned = {name: a + x[name] if a.dtype == np.float32 else a for name, a in returned[wire.DELTA].items()}
     assert metrics["tuned_loss"] == pytest.approx(Line().evaluate(model_of(tuned), HELD_OUT)["loss"], rel=1e-5)
+
+
+def test_a_fine_tuning_that_diverges_costs_no_other_number(make_settings: MakeSettings, tmp_path: Path) -> None:
+    client, x = client_of(make_settings(method="ditto", **SGD)), received(0)
+    client.fit({wire.MODEL: x}, config(tmp_path, 1))
+    good = client.evaluate_personally({wire.MODEL: x}, config(tmp_path, 2))
+    bad = client.evaluate_personally({wire.MODEL: x}, config(tmp_path, 2, **{wire.LR: 1e30}))
+    assert bad == {key: value for key, value in good.items() if not key.startswith("tuned")}
 
 
 def test_identical_clients_are_one_client(make_settings: MakeSettings, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The section on personalized evaluations: its numbers by hand, whom it draws, and what it leaves out."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -216,6 +217,18 @@ def test_a_file_of_clients_that_cant_be_read_is_said_and_breaks_nothing(
     assert f"Not in the figure of the clients, 1: `a1`: {reason}" in words(blocks)
     assert drawn[-1]["Dir(0.1)"]["fedavg"].mean == pytest.approx([70, 70, 90, 90])  # of the other seed
     assert tables(blocks) == before
+
+
+def test_runs_that_lack_clients_are_named(record: Record, tmp_path: Path) -> None:
+    ditto: dict[str, Any] = {"models": DITTO, "method": "ditto"}
+    record(tmp_path / "whole", **ditto, seed=1)
+    assert "Not of all clients" not in words(section(tmp_path))
+    lines = record(tmp_path / "part", **ditto, seed=2) / "rounds.jsonl"
+    rounds = [json.loads(line) for line in lines.read_text().splitlines()]
+    rounds[-1] |= {"personal_failures": 3, "tuned_failures": 1}
+    lines.write_text("".join(json.dumps(line) + "\n" for line in rounds))
+    text = words(section(tmp_path))
+    assert "Not of all clients, 2: `part`: without 3 clients; `part`: fine-tuning diverged on 1 clients" in text
 
 
 def test_runs_with_different_numbers_of_clients_make_no_curve(

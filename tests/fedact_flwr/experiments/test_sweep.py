@@ -45,7 +45,7 @@ def sweep(path: Path, *options: str) -> tuple[int, str]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Runs are not made, but their records are: accuracy = 1 - |lr - 0.01| - seed / 1000; lr above 1 fails.
 
-    The fine-tuned model's accuracy is lr / 100, and that of ditto's own models 1 - lr / 100.
+    The fine-tuned model's accuracy is lr / 100, that of ditto's own models 1 - lr / 100; above 0.2 a client is missing.
     """
     names: list[str] = []
 
@@ -56,7 +56,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             s = job.settings
             line = {"round": s.rounds, "accuracy": 1 - abs(s.lr - 0.01) - s.seed / 1000, "seconds": 1.0}
             own = {"personal_accuracy": 1 - s.lr / 100} if s.method == "ditto" else {}
-            lines = [line | {"tuned_accuracy": s.lr / 100} | own]
+            lines = [line | {"tuned_accuracy": s.lr / 100, "personal_failures": int(s.lr > 0.2)} | own]
             (job.folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
             end = {"status": "failed", "cause": "nan"} if s.lr > 1 else {"status": "completed", "cause": None}
             (job.folder / "summary.json").write_text(json.dumps(end))
@@ -142,6 +142,18 @@ def test_the_learning_rate_may_be_that_of_the_clients_own_models(tmp_path: Path,
     first, second = json.loads((tmp_path / "out" / "tuning.json").read_text())
     assert (first["target"], second["target"]) == ("personal_accuracy", "tuned_accuracy")
     assert first["by_lr"][0] == [0.001, pytest.approx(0.99999)]
+
+
+def test_a_rate_that_loses_clients_is_no_candidate(tmp_path: Path, made: list[str]) -> None:
+    """The clients that are left may be the easy ones. Nothing of that concerns the global model."""
+    text = SMALL + "holdout = 0.2\npersonal_every = 6\n[grid]\nmethod = ['fedact']\n[tune]\nlr = [0.01, 0.5]\n"
+    for by, best in (("personal", "0.01"), ("global", "0.01")):
+        code, output = sweep(write(tmp_path, text + f"seeds = [11]\nby = '{by}'\n"), "--output", str(tmp_path / by))
+        assert code == 0, output
+        assert made[-1] == f"runs/method=fedact,lr={best}"
+        ((_, first), (_, second)) = json.loads((tmp_path / by / "tuning.json").read_text())[0]["by_lr"]
+        assert first is not None
+        assert (second is None) == (by == "personal")
 
 
 def test_what_is_done_is_skipped_and_what_failed_is_made_again_when_asked(tmp_path: Path, made: list[str]) -> None:
@@ -239,6 +251,9 @@ WRONG = {
     "[tune]\nlr = { adamw = [0.1], fedat = [0.2] }\nseeds = [1]": "tune.lr.fedat: allowed are methods and families, ",
     "[tune]\nlr = 0.1\nseeds = [1]": "tune.lr: Input should be a valid list",
     "[tune]\nlr = [0.1]\nseeds = [1]\nby = 'personal'": "personal_every = 0: tune.by = 'personal' needs it",
+    "[grid]\npersonal_every = [0, 2]\n[settings]\nholdout = 0.2\n[tune]\nlr = [0.1]\nseeds = [1]\nby = 'personal'": (
+        "personal_every = 0: tune.by = 'personal' needs it"
+    ),
     "[tune]\nlr = [0.1]\nseeds = [1]\nby = 'own'": "tune.by: Input should be 'global' or 'personal'",
     "[settings]\nevaluate_every = 0\n[tune]\nlr = [0.1]\nseeds = [1]": "evaluate_every = 0: ",
     "[settings]\nrho = [0.1, 0.2]": "settings.rho: Input should be a valid string; several values belong in [grid]",
