@@ -57,12 +57,13 @@ def in_words(line: Mapping[str, Any], task: Task) -> str:
         for kind, key in zip(wire.KINDS, targets(task), strict=True)
         if line.get(key) is not None
     ]
-    failed = [
-        f"{words} {line[key]:g} clients"
-        for key, words in ((PERSONAL_FAILURES, "without"), (TUNED_FAILURES, "fine-tuning diverged on"))
-        if line.get(key)
-    ]
-    return f"{task.target} on what the clients hold out: {', '.join(found + failed)}" if found else ""
+    return f"{task.target} on what the clients hold out: {', '.join(found + lacking(line))}" if found else ""
+
+
+def lacking(line: Mapping[str, Any]) -> list[str]:
+    """What the evaluation of a round's line lacks, in words."""
+    counts = {PERSONAL_FAILURES: "clients without a good answer", TUNED_FAILURES: "clients whose fine-tuning diverged"}
+    return [f"{words}: {line[key]:g}" for key, words in counts.items() if line.get(key)]
 
 
 def write_clients(folder: Path, server_round: int, clients: Sequence[Row]) -> None:

@@ -11,7 +11,7 @@ from fedact_flwr.experiments.document import Block, Figure, Heading, Paragraph, 
 from fedact_flwr.experiments.pictures import Curve, curves, mean_curve
 from fedact_flwr.experiments.runs import Run
 from fedact_flwr.experiments.wording import scale_of, spread, target_words
-from fedact_flwr.personal import PERSONAL_FAILURES, PERSONAL_FILE, SD, TUNED_FAILURES, WORST, read_clients
+from fedact_flwr.personal import PERSONAL_FILE, SD, WORST, lacking, read_clients
 from strategies import wire
 
 MODELS = (
@@ -62,13 +62,8 @@ def _of_target(comparison: Comparison, target: str) -> list[Block]:
 def _without(comparison: Comparison, cells: Sequence[tuple[Row, Column]]) -> list[Block]:
     """Which runs lack clients."""
     runs = [run for cell in cells for run in comparison.cells[cell]]
-    lacking = [
-        f"`{run.folder.name}`: {words} {run.rounds[-1][key]:g} clients"
-        for run in runs
-        for key, words in ((PERSONAL_FAILURES, "without"), (TUNED_FAILURES, "fine-tuning diverged on"))
-        if run.rounds[-1].get(key)
-    ]
-    return [Paragraph(f"Not of all clients, {len(lacking)}: {'; '.join(lacking)}")] if lacking else []
+    found = [f"`{run.folder.name}`: {', '.join(words)}" for run in runs if (words := lacking(run.rounds[-1]))]
+    return [Paragraph(f"Not of all clients, {len(found)}: {'; '.join(found)}")] if found else []
 
 
 def _table(comparison: Comparison, cells: Sequence[tuple[Row, Column]], keys: Mapping[str, str]) -> Table:

@@ -83,6 +83,18 @@ def test_the_server_evaluates_on_its_own(
     assert rounds[-1]["accuracy"] == 1.0
 
 
+def test_each_node_measures_on_its_own(make_settings: MakeSettings, nodes: list[dict[str, Any]]) -> None:
+    """Where one fails, the other counts: the server has no data to measure with."""
+    own = {"holdout": 0.2, "personal_every": 3, "method": "ditto"}
+    rounds = run(settings_of(make_settings, **own), *nodes)
+    assert ["personal_accuracy" in line for line in rounds] == [False, False, True]
+    assert rounds[-1]["personal_failures"] == 0
+    nodes[1]["data"] = "/nowhere"
+    rounds = run(settings_of(make_settings, **own, output=f"{make_settings().output}-2"), *nodes)
+    assert rounds[-1]["personal_failures"] == 1
+    assert "personal_accuracy" in rounds[-1]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -97,7 +97,7 @@ def test_a_rounds_line_in_words() -> None:
     )
     assert in_words(
         {"global_accuracy": 0.5, "global_accuracy_worst": 0.25, "personal_failures": 2}, TASKS["digits"]
-    ) == ("accuracy on what the clients hold out: global 0.5000 (worst tenth 0.2500), without 2 clients")
+    ) == ("accuracy on what the clients hold out: global 0.5000 (worst tenth 0.2500), clients without a good answer: 2")
 
 
 # ---- whole runs

@@ -228,7 +228,8 @@ def test_runs_that_lack_clients_are_named(record: Record, tmp_path: Path) -> Non
     rounds[-1] |= {"personal_failures": 3, "tuned_failures": 1}
     lines.write_text("".join(json.dumps(line) + "\n" for line in rounds))
     text = words(section(tmp_path))
-    assert "Not of all clients, 2: `part`: without 3 clients; `part`: fine-tuning diverged on 1 clients" in text
+    words_of = "clients without a good answer: 3, clients whose fine-tuning diverged: 1"
+    assert f"Not of all clients, 1: `part`: {words_of}" in text
 
 
 def test_runs_with_different_numbers_of_clients_make_no_curve(
